@@ -1,4 +1,4 @@
-"""Where an engine may continue: the longest prefix of which each group has what that takes. Pure."""
+"""Where an engine may continue: the longest prefix for which each group has the blocks that it needs. Pure."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ def boundary(tails: Sequence[Group], hashes: Sequence[bytes], most: int, start: 
     """Return the largest number of blocks, at most `most`, after which an engine may continue, and the tails' blocks
     that it needs for that, tail after tail in prompt order.
 
-    It has the first `start` blocks itself. If there is no number above that, returns 0 and no blocks; also if one of
-    the blocks hangs on a hidden one, and has not been removed yet.
+    It has the first `start` blocks itself. Returns 0 and no blocks if there is no number above `start`, or if one of
+    the blocks hangs on a hidden one and has not been removed yet.
     """
     while most > start:
         found = _blocks(tails, hashes, most, start)
@@ -45,10 +45,10 @@ def _blocks(tails: Sequence[Group], hashes: Sequence[bytes], end: int, start: in
 def last_end(
     tails: Sequence[tuple[GroupSpec, Callable[[bytes], bool]]], hashes: Sequence[bytes], most: int, start: int
 ) -> int:
-    """Return the largest number of blocks, at most `most`, for which `tails` have what it takes; at least `start`.
+    """Return the largest number of blocks, at most `most`, for which `tails` have the blocks needed; at least `start`.
 
-    The tails are given by what they need, and what they have. If they have it in so many gaps that the search takes
-    long, which no engine leaves behind, returns `start`.
+    Each tail is given as its spec and a test for its blocks. Returns `start` if the search takes long because the
+    blocks have more gaps than any engine leaves behind.
     """
     have = [bytes(map(has, hashes[start:most])) for _, has in tails]
     end, before, looks = most, most + 1, 0
@@ -64,9 +64,9 @@ def last_end(
 
 
 def _lower(spec: GroupSpec, flags: bytes, end: int, start: int) -> int:
-    """Return `end` if one tail has what it takes to continue after `end` blocks, else a lower number to try next.
+    """Return `end` if one tail has the blocks needed to continue after `end` blocks, else a lower number to try next.
 
-    `flags[at]` is whether the tail has block `start + at`. No number between that and `end` would do.
+    `flags[at]` is whether the tail has block `start + at`. No number in between would do.
     """
     inside = end - start
     missing = flags.rfind(0, 0, inside)
@@ -74,6 +74,6 @@ def _lower(spec: GroupSpec, flags: bytes, end: int, start: int) -> int:
         return end
     lower = start + missing
     if missing and spec.needed(lower) and not flags[missing - 1]:
-        last = flags.rfind(1, 0, missing)  # passes over all that is missing before it
+        last = flags.rfind(1, 0, missing)  # skips all missing blocks before it
         lower = max(start + last + 1, lower - lower % spec.period if spec.period else start)
     return lower

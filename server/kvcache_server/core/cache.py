@@ -1,8 +1,8 @@
 """The cache as one pure state machine: requests in, replies out, and effects for the daemon to deliver.
 
 No socket, clock, thread or torch. Each part has one responsibility. The cache passes each request to its part, and does
-what involves several parts: the end of a session, a clear, a restart. Every change of a slot's row is written into the
-region before the reply that reports it.
+the work that involves several parts: the end of a session, a clear, a restart. Every change of a slot's row is written
+into the region before the reply that reports it.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ EPOCH_SHIFT = 40  # numbers of leases and reservations begin with the daemon's e
 class Cache:
     """All state of the daemon. A method either succeeds, or raises a KVCacheError and changes nothing.
 
-    Attributes: `effects` is the outbox of what happened, `sweeper` has the work that no request waits for. The caller
-    delivers the one and does the other.
+    Attributes: `effects` is the outbox of events, `sweeper` has the work that no request waits for. The caller delivers
+    the former and does the latter.
     """
 
     def __init__(
@@ -60,11 +60,11 @@ class Cache:
         policy: str = WORTH,
         ready_pages: int | None = None,
     ) -> None:
-        """Make an empty cache in a fresh region; with `epoch` above 1, one to be restored from the region's rows.
+        """Make an empty cache in a fresh region or, with `epoch` above 1, one to be restored from the region's rows.
 
-        `secret`, up to 64 bytes that no client knows, determines which blocks are in samples. `policy` is one of
-        POLICIES, by which blocks are evicted. Of the region's pages, the first `ready_pages` may be used, None for all:
-        `grow` adds others.
+        `secret`, up to 64 bytes that no client knows, determines which blocks are in samples. `policy` is the eviction
+        policy, one of POLICIES. Only the first `ready_pages` pages of the region may be used, None for all: `grow` adds
+        more.
         """
         limits = limits or Limits()
         self.geometry, self.epoch = geometry, epoch
@@ -122,12 +122,12 @@ class Cache:
         self.lookups.checksums = self.reservations.checksums = checksums
 
     def set_limits(self, limits: Limits) -> None:
-        """Apply `limits` from now on. What already exceeds them stays, but does not grow."""
+        """Apply `limits` from now on. Usage that already exceeds them stays, but does not grow."""
         self.limits = self.registry.limits = limits
         for part in (self.eviction, self.lookups, self.reservations, self.retentions):
             part.set_limits(limits)
 
-    # What there is.
+    # State.
 
     @property
     def capacity(self) -> int:
@@ -151,7 +151,7 @@ class Cache:
 
     @property
     def generation(self) -> int:
-        """The last one that a block was given."""
+        """The last generation that was given to a block."""
         return self.pool.generation
 
     @property
@@ -161,7 +161,7 @@ class Cache:
 
     @property
     def evicts_by_age(self) -> bool:
-        """Whether blocks go by their age, because what was learned of their worth predicts worse."""
+        """Whether blocks are evicted by age, because their learned worth predicts worse."""
         return self.eviction.ranking.by_age
 
     @property
@@ -178,11 +178,11 @@ class Cache:
         return self.registry.holders()
 
     def shares(self) -> list[Share]:
-        """Return what each engine has stored in each namespace."""
+        """Return the share of each engine in each namespace."""
         return list(self.eviction.fair_share.shares)
 
     def blocks_of(self, allocated_bytes: int) -> int:
-        """Return for how many blocks that take so many bytes there is room."""
+        """Return the number of blocks of `allocated_bytes` bytes that there is room for."""
         return self.pool.blocks_of(allocated_bytes)
 
     def blocks_at(self, begin: int, end: int) -> list[Block]:
@@ -190,18 +190,18 @@ class Cache:
         return [block for block in self.pool.blocks[begin:end] if block is not None]
 
     def is_likely_to_return(self, account: Account) -> bool:
-        """Whether most blocks of the account that were asked for once will be asked for again."""
+        """Whether most blocks of the account that were requested once will be requested again."""
         return likely(self.learner.worths, account.share)
 
     def next_to_go(self, start: int, most: int) -> Iterator[tuple[int, Block]]:
-        """Iterate over about `most` leaves of each order that are evicted soon, which may have gone already, with the
-        number of their account; accounts from number `start` on, and then those before it."""
+        """Iterate over about `most` leaves of each order that will be evicted soon, with the number of their account:
+        accounts from number `start` on, then those before it. Some leaves may be gone already."""
         accounts = self.eviction.fair_share.accounts
         numbers = ((start + each) % len(accounts) for each in range(len(accounts)))
         return ((at, leaf) for at in numbers for order in accounts[at].orders for leaf in order.next_ones(most))
 
     def survey(self) -> dict[str, Any]:
-        """Return the sizes of the pool, and how many of its bytes are in which state."""
+        """Return the sizes of the pool, and its bytes by state."""
         survey, quarantined = self.pool.survey(), self.pool.quarantine.bytes
         return {
             "region_id": self.geometry.region_id.hex(),
@@ -223,11 +223,11 @@ class Cache:
         return self.eviction.figures()
 
     def retained(self, now: float) -> dict[str, Any]:
-        """Return what engines retain and operators pin. O(retentions): a few milliseconds."""
+        """Return the figures of retentions by engines and pins by operators. O(retentions): a few milliseconds."""
         return self.retentions.figures(now)
 
     def retained_for(self, engine: str, request: str) -> list[Retention]:
-        """Return what a request of an engine retains."""
+        """Return the retentions of a request of an engine."""
         owners = [owner for owner in self.retentions.owners() if owner.engine == engine]
         return [each for owner in owners for each in owner.retentions.values() if each.request == request]
 
@@ -248,12 +248,12 @@ class Cache:
     # Tiers.
 
     def use_tiers(self, tiers: Tiers | None) -> None:
-        """Ask `tiers` from now on for what is not cached."""
+        """Ask `tiers` from now on for blocks that are not cached."""
         self.lookups.tiers = self.eviction.tiers = tiers
 
     def lend(self, session: Session, blocks: Sequence[Block]) -> tuple[int, bytes, bytes]:
         """Give a session a lease on these blocks of one group; return its number, their references, and their
-        checksums: 0 for those that are not known."""
+        checksums: 0 if unknown."""
         return self.lookups.lend(session, blocks)
 
     def grow(self, ready_pages: int) -> None:
@@ -272,7 +272,7 @@ class Cache:
         return reply
 
     def answer(self, session: int, request: m.Request, now: float) -> m.Reply | None:
-        """Like `handle`; but what a lookup teaches is learned later, with other lookups."""
+        """Like `handle`; but learn from a lookup later, together with other lookups."""
         self._begin_turn(now)
         asker, kind = self.sessions[session], type(request)
         if kind is not m.Acquire and kind is not m.Release:  # these report nothing
@@ -308,7 +308,8 @@ class Cache:
         self.registry.disconnect(session, now)
 
     def end_session(self, session: int, now: float) -> None:
-        """End a session whose process is gone, with all that it holds; slots that it may be writing are quarantined."""
+        """End a session whose process is gone, and release all it holds; slots that it may be writing are
+        quarantined."""
         engine = self.registry.forget(session)
         self.reservations.forget_writer(session)
         self.effects.records.append(SessionEnded(session))
@@ -334,7 +335,7 @@ class Cache:
     def fence_off(self, session: int, now: float) -> int:
         """End a disconnected session that holds slots: an operator states that it no longer writes.
 
-        Returns how many reservations ended. Raises ClientError if the session is not disconnected.
+        Returns the number of reservations that ended. Raises ClientError if the session is not disconnected.
         """
         absent = self.registry.disconnected
         if session not in absent:
@@ -364,7 +365,8 @@ class Cache:
         uncover_all(owner.pins for owner in self.retentions.owners())
 
     def _end_abandoned(self) -> None:
-        """Remove namespaces that nobody can attach again, with their blocks; blocks in use go at a later tick."""
+        """Remove namespaces that no client can attach again, with their blocks; blocks in use are removed at a later
+        tick."""
         abandoned = self.registry.abandoned()
         for namespace in abandoned:
             self.retentions.clear(namespace.number)
@@ -396,7 +398,7 @@ class Cache:
         self.sweeper.finish()
 
     def await_sessions(self, sessions: dict[int, Engine], users: Mapping[int, int], now: float) -> None:
-        """Evict nothing until `sessions`, of the last epoch, have restated what they hold, or the grace period is over.
+        """Evict nothing until `sessions`, of the last epoch, have restated their leases, or the grace period is over.
 
         `users` has the user of each session.
         """
@@ -405,7 +407,7 @@ class Cache:
         self._grace_until = now + self.limits.grace
 
     def _restate(self, session: Session, request: m.Restate, now: float) -> m.Restated:
-        """Restore what a resumed session holds: its leases, and the reservations whose replies it received.
+        """Restore the leases of a resumed session, and the reservations whose replies it received.
 
         It may restate once. Raises NotPermitted if the session has nothing to restate; then nothing has changed.
         """
@@ -425,7 +427,7 @@ class Cache:
         return m.Cleared(request.id, self.clear(request.namespace, session.engine.name, now))
 
     def clear(self, namespace: str, by: str, now: float) -> int:
-        """Forget all blocks of the namespace with that id, or of all for "", and return how many these were.
+        """Forget all blocks of the namespace with that id, or of all namespaces for "", and return their number.
 
         Raises ClientError if the namespace does not exist, Unavailable during the grace period; then nothing has
         changed.

@@ -1,8 +1,8 @@
-"""What the core reports about its work: to the state file, to insight and to KV events. Pure.
+"""The core's reports about its work: to the state file, to insight and to KV events. Pure.
 
 The core calls none of them. It appends to one outbox. The daemon delivers records before the next reply is sent: no
-client learns of a change that the state file does not contain. It delivers changes by the end of the turn of the loop.
-A lookup with full hits appends nothing.
+client learns of a change that the state file lacks. It delivers changes by the end of the loop's turn. A lookup with
+full hits appends nothing.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ class Actor(msgspec.Struct, gc=False, frozen=True):
 
 
 class Shown(msgspec.Struct, gc=False):
-    """Lookups find `blocks` from now on. One without a parent has been removed since: a `Gone` of it follows."""
+    """Lookups find `blocks` from now on. One without a parent has been removed since: its `Gone` follows."""
 
     blocks: list[Block]
 
 
 class Gone(msgspec.Struct, gc=False):
-    """Lookups no longer find `blocks`; or for `cause` CLEARED, have not found them since the namespace was emptied."""
+    """Lookups no longer find `blocks`; or, for `cause` CLEARED, have not found them since the namespace was emptied."""
 
     blocks: list[Block]
     cause: str
@@ -50,7 +50,7 @@ class Refused(msgspec.Struct, gc=False):
 
 
 class Hinted(msgspec.Struct, gc=False):
-    """`blocks` that the `request` of an engine asked to retain are not retained, or no longer, for `cause`."""
+    """`blocks` that an engine's `request` wanted to retain are not retained, or no longer, for `cause`."""
 
     at: float
     engine: str
@@ -72,7 +72,7 @@ class NamespaceClosed(msgspec.Struct, gc=False):
 
 
 class NamespaceEmptied(msgspec.Struct, gc=False):
-    """A clear has hidden all blocks of the namespace. What lookups find of it was shown after this."""
+    """A clear has hidden all blocks of the namespace. Blocks that lookups find in it were shown after this."""
 
     namespace: Namespace
 

@@ -1,7 +1,7 @@
-"""Which pages of the region are free, as runs. Pure.
+"""The free pages of the region, as runs. Pure.
 
-A block gets one run if there is one that is long enough: of those, a short one, so that long ones stay. If there is
-none, it gets several, the longest first: short pieces are slow to copy. Runs that touch are merged at once.
+A block gets one run if one is long enough: a short one of these, so that long ones stay. Otherwise it gets several, the
+longest first: short pieces are slow to copy. Runs that touch are merged at once.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Runs = tuple[Run, ...]
 
 
 class FreeRuns:
-    """Attributes: `pages` is how many pages are free."""
+    """Attributes: `pages` is the number of free pages."""
 
     def __init__(self) -> None:
         self.pages = 0
@@ -36,7 +36,7 @@ class FreeRuns:
         self._insert(page, end - page)
 
     def take(self, count: int) -> Runs | None:
-        """Take `count` pages; None if so many are not free."""
+        """Take `count` pages; None if fewer are free."""
         if count > self.pages:
             return None
         if (page := self._find(count)) is not None:

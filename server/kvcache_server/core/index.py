@@ -1,13 +1,13 @@
 """The index of cached blocks, as trees, and of blocks that are being written. Pure.
 
 The blocks of a group form a tree below `Group.root`: a block's parent is the previous block of the prompt. The block of
-a tail hangs on the block with the same hash in the full group of its namespace, because it is of no use without that;
-without such a group, on its own root. Only leaves are evicted, so every cached block stays reachable. An account (what
-one engine stored in one group) keeps its evictable leaves in a heap per class, by tick. A touch only sets the block's
-own tick; a heap is corrected when the block reaches its top.
+a tail hangs on the block with the same hash in the full group of its namespace, because it is useless without that;
+without such a group, on its own root. Only leaves are evicted, so every cached block stays reachable. An account (the
+blocks that one engine stored in one group) keeps its evictable leaves in a heap per class, by tick. A touch only sets
+the block's own tick; a heap is corrected when the block reaches its top.
 
-A tick is a time and a class. Its two lowest bits are the class: 0, 1 or 2 for a block that was asked for once, twice or
-more often. The others are the time of the last use, in units of 2^-20 s after FIRST_TICK, increased where necessary so
+A tick is a time and a class. Its two lowest bits are the class: 0, 1 or 2 for a block that was requested once, twice or
+more often. The other bits are the time of the last use, in units of 2^-20 s after FIRST_TICK, increased if necessary so
 that no two uses have the same one.
 """
 
@@ -28,7 +28,7 @@ from kvcache_server.core.limits import STEP
 HIDDEN = -1  # `queued`: WRITING, or READY below a block that is not visible
 UNQUEUED = 0  # `queued`: visible, and not in the order of its account
 GONE = -1  # `pins`: removed, but possibly still in a heap, whose keys must not change
-CLASSES, CLASS_MASK, OFTEN = 3, 3, 2  # OFTEN is the class of what was asked for more than twice
+CLASSES, CLASS_MASK, OFTEN = 3, 3, 2  # OFTEN is the class of blocks requested more than twice
 NEXT_TICK = 4  # the difference between two times
 TICKS_PER_SECOND = NEXT_TICK << 20
 FIRST_TICK = 1 << 59  # of a clock at 0 s: ticks of older releases are smaller, and only an order
@@ -128,7 +128,7 @@ class BottomUp:
     def go_on(self, visit: Callable[[Block], bool]) -> bool:
         """Visit at most STEP blocks; return whether more are left.
 
-        `visit` may remove the block, and returns whether its children must be visited again. A block that stays may be
+        `visit` may remove the block, and returns True if its children must be visited again. A block that stays may be
         visited twice.
         """
         path = self._path
@@ -200,7 +200,7 @@ class Order:
                 block.account.enter(block)
 
     def next_ones(self, most: int) -> list[Block]:
-        """Return about `most` of the coldest entries, which may be stale, or no leaves any more. O(most log most)."""
+        """Return about `most` of the coldest entries, which may be stale, or leaves no longer. O(most log most)."""
         # The smallest entries of a heap are nearly all at its top.
         return sorted(self.heap[: 2 * most] + self.swept[: 2 * most])[:most]
 
@@ -231,10 +231,10 @@ class Order:
 
 
 class Share:
-    """What one engine stored in one namespace, and may store: in all groups together.
+    """The share of one engine in one namespace, all groups together: its blocks, and its bounds.
 
-    `returned` and `expected` are how many blocks that were asked for once were asked for again, and how many of all
-    engines' would have been; `factor` is what follows for their worth.
+    `returned` is how many of its blocks requested once were requested again, `expected` how many would have been at the
+    rate of all engines; `factor` is the resulting factor of their worth.
     """
 
     __slots__ = ("bytes", "ceiling", "engine", "expected", "factor", "floor", "live", "namespace", "returned")
@@ -243,15 +243,15 @@ class Share:
         self.engine, self.namespace = engine, namespace
         self.bytes = 0
         self.ceiling = 0  # 0: none
-        self.floor = 0.0  # bytes that are not evicted for others' blocks
+        self.floor = 0.0  # bytes that are not evicted for blocks of other shares
         self.live = True
         self.returned = self.expected = 0.0
         self.factor = 1.0
 
 
 class Account:
-    """What one engine stored in one group, as a part of its share of the pool: the orders in which its leaves are
-    evicted, one per class."""
+    """The blocks that one engine stored in one group, as a part of its share of the pool: the orders in which its
+    leaves are evicted, one per class."""
 
     __slots__ = ("engine", "group", "news", "orders", "share")
 
@@ -268,7 +268,7 @@ class Account:
         return sum(order.stale for order in self.orders)
 
     def enter(self, block: Block) -> None:
-        """Add `block` to the order of its class if it may be evicted and is not in an order yet."""
+        """Add `block` to the order of its class if it may be evicted and is in no order yet."""
         if block.queued == UNQUEUED and block.child is None and not block.pins and block.parent is not None:
             block.queued = tick = block.tick
             order = self.orders[tick & CLASS_MASK]
@@ -313,9 +313,9 @@ class Group:
     """The cached blocks of one KV cache group of a namespace, by hash.
 
     Attributes: a block takes `pages` pages, or `allocated_bytes`. `above` is the group that contains the parents of its
-    blocks; another one if it `is_tail`. `tails` are the groups of which an engine needs blocks, too, to continue after
-    blocks of this one; it has them if it is the first one of its namespace. `severed` counts the hidden blocks below
-    which some may be `visible` that lookups must not find.
+    blocks; another one if it `is_tail`. `tails` are the groups whose blocks an engine needs, too, to continue after
+    blocks of this one; only the first group of a namespace has any. `severed` counts hidden blocks that may have
+    `visible` ones below them, which lookups must not find.
     """
 
     __slots__ = (
@@ -377,7 +377,7 @@ class Group:
         return name in self.visible or name in self.pending
 
     def pending_after(self, hashes: Sequence[bytes], hits: int) -> int:
-        """Return how many visible or pending blocks follow the first `hits` without a gap."""
+        """Return the number of visible or pending blocks that follow the first `hits` without a gap."""
         if not self.pending or hits == len(hashes):
             return 0
         end = hits
@@ -403,7 +403,7 @@ class Group:
     def remove(self, block: Block) -> bool:
         """Remove a block without children; return whether lookups found it.
 
-        Its parent inherits its last use; or goes first, if nobody can use it any more.
+        Its parent inherits its last use or, if no engine can use the parent any more, is evicted first.
         """
         trusted = self.trusts(block)
         if trusted:
@@ -418,7 +418,8 @@ class Group:
         return trusted
 
     def can_continue(self, block: Block) -> bool:
-        """Whether tails have what an engine needs to continue after `block`, as far as the last STEP blocks show."""
+        """Whether tails have the blocks that an engine needs to continue after `block`, judged by the last STEP
+        blocks."""
         for tail in self.tails:
             for above in islice(block.ancestors(), 0 if tail.spec.period else min(tail.spec.reach, STEP)):
                 if above.hash not in tail.visible and above.hash not in tail.pending:
@@ -445,13 +446,13 @@ class Group:
 
 
 class Grant(msgspec.Struct, gc=False, eq=False):
-    """One WRITING block of a reservation, which of its shards are settled, and the outcome.
+    """One WRITING block of a reservation, its settled shards, and the outcome.
 
         pending --- last shard settles ---> ready          all committed, and not superseded
                                       +---> given back     `verdict` says why
 
-    `row` is the byte offset of its row, `settled` a bit set of shards. `verdict` is None, or says why the block cannot
-    become visible. `tainted_until` is the end of the quarantine after a dead writer.
+    `row` is the byte offset of its row, `settled` a bit set of shards. `verdict` is None, or the reason that the block
+    cannot become visible. `tainted_until` is the end of the quarantine after a dead writer.
     """
 
     block: Block

@@ -45,7 +45,7 @@ def _unsettled_bytes(reservation: Reservation) -> int:
 
 
 def _check_retentions(cache: Cache) -> list[Lease]:
-    """Check what is retained and pinned, and return the leases that hold it."""
+    """Check retained and pinned blocks, and return the leases that hold them."""
     retentions = cache.retentions
     leases: list[Lease] = []
     for owner in retentions.owners():
@@ -133,7 +133,7 @@ def _check_all_pages(cache: Cache, living: dict[int, Block]) -> None:
         else:
             assert id(block) in living, "a block that nothing can free"
             if block.visible and not block.account.group.trusts(block):
-                # Of cleared blocks, the next daemon knows from the state file.
+                # The next daemon learns of cleared blocks from the state file.
                 assert row is None or id(block) in cleared, "a distrusted block that the next daemon would find"
             else:
                 assert row is not None and row.state == READY and row.body.block_hash == block.hash
@@ -159,7 +159,7 @@ def _check_all_pages(cache: Cache, living: dict[int, Block]) -> None:
 
 
 def _check_free(cache: Cache, owners: bytearray) -> None:
-    """Check that each page that has no owner is free, and no other."""
+    """Check that the pages without an owner are free, and no others."""
     pool, last = cache.pool, -1
     for page, count in sorted(pool.free.runs()):
         assert page > last, "free runs that were not merged"
@@ -181,7 +181,7 @@ def takes_long(cache: Cache) -> bool:
 
 
 class Audit:
-    """A check of one part of the state after the other, while requests are served."""
+    """A check of the state, one part after the other, while requests are served."""
 
     def __init__(self, cache: Cache) -> None:
         self._cache, self._page = cache, 0

@@ -1,7 +1,7 @@
-"""Invalidation: of blocks that contain other bytes than were stored, and of all blocks of a namespace. Pure.
+"""Invalidates blocks that contain other bytes than were stored, and all blocks of a namespace. Pure.
 
-Lookups stop finding the blocks at once. The sweeper frees them: those that are in use once they are not any more, or,
-as they are evicted before all others, once there is need of their room.
+Lookups stop finding the blocks at once. The sweeper frees them: blocks in use once they are no longer used, or once
+their room is needed, as they are evicted before all others.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ _COUNTERS = {Finding.CORRUPT: "blocks_corrupt", Finding.DIFFERENT: "canary_misma
 
 class Invalidation:
     """Attributes: `cleared` are the former indexes of groups, with their namespaces' numbers, whose blocks are to be
-    removed; `kept` are hidden blocks that were in use when it was their turn. `changes` counts up whenever blocks have
-    been hidden; while `under_way` is not 0, more are about to be.
+    removed; `kept` are hidden blocks that were in use when their turn came. `changes` counts up whenever blocks have
+    been hidden; while `under_way` is not 0, more are about to be hidden.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Invalidation:
     def distrust(self, session: Session, request: Distrust) -> Distrusted:
         """Hide the blocks named in `request` and all below them, and report which engine stored them.
 
-        The number of blocks in the reply does not include those that the sweeper has not come to.
+        The number of blocks in the reply does not include those that the sweeper has not reached.
 
         Raises UnknownHandle for another region, BadArgument for malformed references or an unknown finding; then
         nothing has changed.
@@ -86,7 +86,7 @@ class Invalidation:
         return Distrusted(request.id, self._counters["blocks_distrusted"] - before, stored_by)
 
     def _writer(self, writers: Mapping[int, Sequence[int]], block: Block, shard: int) -> tuple[str, int]:
-        """Return the engine, and the session that wrote the shard; if that has ended, the session that reserved it."""
+        """Return the engine, and the session that wrote the shard or, if that has ended, the one that reserved it."""
         row = self._rows.read_row(self._pool.row(block))
         if row is None:
             return block.account.engine, 0
@@ -96,7 +96,7 @@ class Invalidation:
         return block.account.engine, row.body.owner
 
     def clear(self, namespace: Namespace) -> int:
-        """Hide all blocks that are stored in the namespace; return how many these are.
+        """Hide all blocks that are stored in the namespace; return their number.
 
         Blocks that are being written are kept if they are the first ones of their chains: others are of no use.
         """
@@ -107,7 +107,7 @@ class Invalidation:
         self._counters["blocks_cleared"] += count
         self._effects.records.append(NamespaceCleared(namespace.number, self._pool.generation))
         self._effects.changes.append(NamespaceEmptied(namespace))
-        for group in groups:  # what hangs on blocks of the first group comes after it, and is taken first
+        for group in groups:  # blocks that hang on those of the first group come after it, and are taken first
             self.cleared.append((namespace.number, group.visible))
             group.visible = {}
         self.changes += 1
@@ -125,7 +125,7 @@ class Invalidation:
         return False
 
     def _visit(self, cause: str, block: Block) -> bool:
-        """Remove a block below one that was hidden, or that one; or let its children be visited first."""
+        """Remove a block below a hidden one, or the hidden one; or let its children be visited first."""
         if block.pins == GONE:
             return False
         group = block.account.group
@@ -141,7 +141,7 @@ class Invalidation:
         return False
 
     def _remove_cleared(self) -> bool:
-        """Remove some blocks of former indexes: those shown last come first, and so children before parents."""
+        """Remove some blocks of former indexes: those shown last come first, so children before parents."""
         left = STEP
         while left > 0 and self.cleared:
             number, index = self.cleared[-1]
@@ -166,8 +166,8 @@ class Invalidation:
         return bool(self.cleared)
 
     def remove_kept(self) -> bool:
-        """Remove some of the hidden blocks that were in use when it was their turn, and are not any more; return
-        whether there are probably more."""
+        """Remove some of the hidden blocks that were in use when their turn came and no longer are; return whether
+        there are probably more."""
         removed = 0
         for _ in range(min(_KEPT, len(self.kept))):
             block = self.kept.popleft()
@@ -199,7 +199,8 @@ class Invalidation:
         self.kept.append(block)
 
     def _is_in_use(self, block: Block) -> bool:
-        """Whether it must stay. As long as engines have not restated their leases after a restart, all may be read."""
+        """Whether it must stay. Until engines have restated their leases after a restart, any block may be being
+        read."""
         return block.pins != 0 or block.child is not None or self._eviction.frozen
 
     @staticmethod

@@ -21,7 +21,7 @@ MAGIC = b"KVCSTAT1"
 _HEAD = struct.Struct("<II")  # bytes of the record, their CRC-32
 MAX_RECORD = 1 << 20
 
-# What a record may contain, checked when it is read. Numbers leave room for those that follow them.
+# What a record may contain, checked when it is read. Numbers leave room for later ones.
 Epoch = Annotated[int, msgspec.Meta(ge=1, lt=1 << 22)]  # numbers of leases begin with it
 Number = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]  # of namespaces, engines and tuples of writers
 SessionNumber = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
@@ -94,7 +94,8 @@ class SessionEnded(msgspec.Struct, tag="session-gone", array_like=True, frozen=T
 
 
 class WritersNumbered(msgspec.Struct, tag="crew", array_like=True, frozen=True):
-    """`writers[shard]` is the session that writes that shard. Forgotten when the last of these sessions has ended."""
+    """`writers[shard]` is the session that writes that shard. It is forgotten when the last of these sessions has
+    ended."""
 
     number: Number
     writers: tuple[SessionNumber, ...]
@@ -209,7 +210,7 @@ def pack(record: Record) -> bytes:
 def read(data: bytes) -> Manifest:
     """Return the manifest in `data`, the content of a state file.
 
-    An incomplete record at the end, left by a killed daemon, is ignored: no client was told about it. Raises
+    An incomplete record at the end, left by a killed daemon, is ignored: no client has seen its effect. Raises
     RegionError if it is not a state file, or is damaged before its end.
     """
     if not data.startswith(MAGIC):

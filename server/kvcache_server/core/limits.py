@@ -1,4 +1,4 @@
-"""The bounds of the state machine: those that are configured, and how much is done at once. Pure."""
+"""The bounds of the state machine: the configured ones, and those of the work done at once. Pure."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ class Limits(msgspec.Struct, frozen=True):
 
     @property
     def user_sessions(self) -> int:
-        """How many sessions one user may have."""
+        """The number of sessions that one user may have."""
         return self.max_user_sessions or _most_of(self.max_sessions)
 
     @property
     def user_namespaces(self) -> int:
-        """How many of the existing namespaces one user may have created."""
+        """The number of existing namespaces that one user may have created."""
         return self.max_user_namespaces or _most_of(self.max_namespaces)
 
 
 def _most_of(count: int) -> int:
-    """Return one user's default share of a limit: an eighth is left for the others."""
+    """Return one user's default share of a limit: an eighth is left for other users."""
     return count - count // 8

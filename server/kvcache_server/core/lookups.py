@@ -1,4 +1,4 @@
-"""Lookups, and the leases on what they find. Pure."""
+"""Lookups, and the leases on the blocks that they find. Pure."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ MOST_NAMED = 1 << 11  # leases and references examined per restate, together
 
 
 class _Match(NamedTuple):
-    """What there is for a lookup.
+    """The blocks that match a lookup.
 
     `chain` are blocks of the full group, `tails` those that the engine needs to continue after `hits` blocks. See
     Acquired for `pending`, `withheld` and `junction`. `proof` is the block that follows the hits, if there must be one:
-    it is of use, although the engine gets no reference to it.
+    it counts as used, although the engine gets no reference to it.
     """
 
     chain: list[Block]
@@ -40,7 +40,7 @@ class _Match(NamedTuple):
 
 
 class Lookups:
-    """Answers lookups, and pins what they found. `last` is the number of the last lease."""
+    """Answers lookups, and pins the blocks that they found. `last` is the number of the last lease."""
 
     def __init__(
         self,
@@ -84,7 +84,7 @@ class Lookups:
         return self._answer(session, request, namespace, group, self._match(session, request, group, found))
 
     def _match(self, session: Session, request: m.Acquire, group: Group, chain: list[Block]) -> _Match:
-        """Return what all groups of a namespace with tails have for a lookup; its full group has `chain`."""
+        """Return the match of a lookup in all groups of a namespace with tails; its full group has `chain`."""
         hashes, start, tails = request.hashes, request.start, group.tails
         most = most_pending = len(hashes)
         junction = 0
@@ -113,12 +113,12 @@ class Lookups:
     def _answer(
         self, session: Session, request: m.Acquire, namespace: Namespace, group: Group, match: _Match
     ) -> m.Acquired:
-        """Answer with what was found, as far as the engine may pin it."""
+        """Answer with the blocks found, as far as the engine may pin them."""
         engine, chain, hits, tails, withheld = session.engine, match.chain, match.hits, match.tails, match.withheld
         used = chain if match.proof is None else [*chain, match.proof]
         asked = self._note_asked(engine, request, namespace, group, match, used)
         if hits and engine.writers[request.namespace] is None:
-            # A rank that has not mapped the region could not load the blocks that its scheduler is offered.
+            # A rank that has not mapped the region could not load the blocks that its scheduler gets.
             self._counters["ranks_missing"] += 1
             return m.Acquired(request.id, 0, 0, 0, b"")
         pending, coming, eta = self._not_here_yet(session, request, group, match, used)
@@ -160,7 +160,7 @@ class Lookups:
         match: _Match,
         used: Sequence[Block],
     ) -> Asked:
-        """Count a lookup. What a request asks for again says nothing about how often blocks are used."""
+        """Count a lookup. Blocks that a request asks for again say nothing about how often blocks are used."""
         asked = engine.asked(request.request, group)
         if not asked.lookups:
             self._learner.asked(engine, group, request, used, match.hits + (match.proof is not None), match.tails)
@@ -176,7 +176,8 @@ class Lookups:
     def _not_here_yet(
         self, session: Session, request: m.Acquire, group: Group, match: _Match, used: Sequence[Block]
     ) -> tuple[int, int, int]:
-        """Return how many blocks after the hits are being written, how many come from tiers, and when: see Acquired."""
+        """Return the numbers of blocks after the hits that are being written and that come from tiers, and when: see
+        Acquired."""
         pending = match.pending if group.tails else group.pending_after(request.hashes, match.hits)
         if self.tiers is None:
             return pending, 0, 0
@@ -188,7 +189,7 @@ class Lookups:
         return pending, *self.tiers.looked_up(session, group, request.hashes, match.chain, pending, now)
 
     def _note_hits(self, namespace: Namespace, group: Group, match: _Match, hits: int, asked: Asked) -> None:
-        """Count hits that were not counted for this request yet, and note that their blocks were read."""
+        """Count hits that were not yet counted for this request, and note that their blocks were read."""
         chain, tails = match.chain, match.tails
         if chain:
             self._pool.note_read(match.proof or chain[-1])
@@ -234,7 +235,7 @@ class Lookups:
     # After a restart, or a lost connection.
 
     def restate(self, session: Session, request: m.Restate, former: Session | None) -> list[int]:
-        """Restore the leases that a resumed session reports to hold; return the numbers of those that are lost.
+        """Restore the leases that a resumed session reports; return the numbers of those that are lost.
 
         Leases that it had as `former`, before its connection was lost, are its own again. For others, the limits of new
         leases apply: those beyond `max_leases` or the pin quota are lost, as are leases whose blocks are gone, and
@@ -289,8 +290,8 @@ class _Chains:
         self._counted: set[int] = set()  # ids: the blocks are pinned meanwhile
 
     def add(self, end: Block | None, room: int) -> int | None:
-        """Return how many bytes the blocks of the chain with that `end` take that were not counted before; None, and
-        count none, if there is no `room` for them, or too many would have to be examined."""
+        """Return the bytes of the blocks of the chain with that `end` that were not counted before; None, and count
+        none, if there is no `room` for them, or too many would have to be examined."""
         new: list[int] = []
         size = end.account.group.allocated_bytes if end is not None else 0
         for block in end.ancestors() if end is not None else ():

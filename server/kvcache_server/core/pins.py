@@ -1,4 +1,4 @@
-"""How many bytes one engine's leases pin, for its quota. Pure.
+"""The bytes that one engine's leases pin, for its quota. Pure.
 
 A lease counts with all blocks of its chain. A prefix shared by several leases counts once per lease: an upper bound
 that costs one addition. Shared blocks are only deduplicated when this bound exceeds the quota. Then chains are covered:
@@ -51,7 +51,7 @@ class Lease(msgspec.Struct, gc=False):
 
     @property
     def blocks(self) -> list[Block]:
-        """The blocks that it pins themselves."""
+        """The blocks that it pins directly."""
         return [*self.tails] if self.block is None else [self.block, *self.tails]
 
     def unpin(self) -> None:
@@ -70,7 +70,8 @@ def new_lease(block: Block | None, size: int, cover: int = 0, tails: Sequence[Bl
 
 
 class Pins:
-    """Attributes: `bytes`, an upper bound of what the engine's leases pin together; exact if all chains are covered."""
+    """Attributes: `bytes`, an upper bound of the bytes that the engine's leases pin together; exact if all chains are
+    covered."""
 
     __slots__ = ("_climb", "_covers", "_loose", "_over", "bytes")
 
@@ -113,7 +114,7 @@ class Pins:
             self._over.append(lease.cover)
 
     def fit(self, found: Sequence[Block], quota: int) -> tuple[int, int, int]:
-        """Return how many blocks of `found`, a chain from its root on, may be pinned within `quota` bytes.
+        """Return the number of blocks of `found`, a chain from its root on, that may be pinned within `quota` bytes.
 
         Also returns the bytes and the cover of a lease on the last of them. Takes at most STEPS steps. If they do not
         suffice, the count may be too small, and the next call continues.
@@ -129,7 +130,7 @@ class Pins:
         return count, (count - covered) * size, id(found[covered - 1]) if covered else 0
 
     def uncover(self, steps: int) -> int:
-        """Uncover blocks that no lease holds any more, one per step, and return how many of the `steps` are left."""
+        """Uncover blocks that no lease holds any more, one per step, and return the number of `steps` left."""
         over = self._over
         while over and steps:
             steps -= 1
@@ -144,7 +145,7 @@ class Pins:
         return steps
 
     def _cover(self, steps: int) -> int:
-        """Cover the chain of a lease, or continue with one; return how many of the `steps` are left.
+        """Cover the chain of a lease, or continue with one; return the number of `steps` left.
 
         Each block takes two steps: one on the way up to the covered part, and one to cover it on the way down.
         """

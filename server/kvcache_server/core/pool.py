@@ -1,6 +1,6 @@
-"""The pages of the region: which block has which of them. Pure.
+"""The pages of the region, and the block on each. Pure.
 
-Every change of a row is written here before a reply reports it, but for what `Reservations` writes of settlements.
+Every change of a row is written here before a reply reports it, except the settlements, which `Reservations` writes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kvcache_server.core.index import CLASS_MASK, FIRST_TICK, NEXT_TICK, TICKS_P
 
 
 class Survey(NamedTuple):
-    """In bytes: what blocks take, what of it may still be written, and what is free."""
+    """In bytes: the blocks, the part of them that may still be written, and the free space."""
 
     used: int
     busy: int
@@ -28,9 +28,9 @@ class Survey(NamedTuple):
 class Pool:
     """Gives out pages and takes them back. Generations never repeat within a region; ticks only increase.
 
-    Attributes: `tick` is the last time that was given out, `generation` the last one; `busy` counts the pages that may
-    still be written: of blocks that are WRITING, or in quarantine. `blocks` and `read` are by the first page: the
-    blocks, and whether a lookup has found them. Only the first `ready` pages are used yet.
+    Attributes: `tick` and `generation` are the last ones given out; `busy` counts the pages that may still be written:
+    of blocks that are WRITING, or in quarantine. `blocks` and `read` are by the first page: the blocks, and whether a
+    lookup has found them. Only the first `ready` pages are used yet.
     """
 
     def __init__(self, rows: RegionRows, generation: int, ready: int) -> None:
@@ -58,7 +58,7 @@ class Pool:
         return self.geometry.page_bytes
 
     def blocks_of(self, allocated_bytes: int) -> int:
-        """Return how many blocks that take so many bytes the pool has room for."""
+        """Return the number of blocks of `allocated_bytes` bytes that the pool has room for."""
         return self.capacity // max(allocated_bytes, self.page_bytes)
 
     @property
@@ -67,7 +67,7 @@ class Pool:
         return self.ready < self.geometry.pages
 
     def grow(self, ready: int) -> None:
-        """Use the first `ready` pages from now on; there may not be fewer than before."""
+        """Use the first `ready` pages from now on; the number never decreases."""
         if ready > self.ready:
             self.free.add(self.ready, ready - self.ready)
             self.ready = self.rows.ready_pages = ready
@@ -86,24 +86,24 @@ class Pool:
             )
 
     def set_time(self, now: float) -> None:
-        """Let uses from now on happen at `now`, in seconds, but not before the last one."""
+        """Date uses from now on at `now`, in seconds, but not before the last one."""
         tick = FIRST_TICK + int(now * (TICKS_PER_SECOND // NEXT_TICK)) * NEXT_TICK
         if tick > self.tick:
             self.tick = tick
 
     @property
     def now(self) -> float:
-        """The time in seconds, as `set_time` was told, but not before the last use."""
+        """The time in seconds, as given to `set_time`, but not before the last use."""
         return (self.tick - FIRST_TICK) / TICKS_PER_SECOND
 
     def place(self, runs: Runs, block: Block, cls: int, parent: int, body: RowFields) -> int:
         """Put `block` on the pages of `runs`, as just used, with its class, under a new generation; return its row.
 
-        `parent` is the generation of its parent, `body` what the row says of it. The row is WRITING.
+        `parent` is the generation of its parent, `body` its fields of the row. The row is WRITING.
         """
         self.generation = generation = (self.generation + 1) % FREED
         self.tick = tick = self.tick + NEXT_TICK
-        block.tick = tick | cls  # even if that is 0: in CPython, a sum takes 16 bytes more
+        block.tick = tick | cls  # even if `cls` is 0: in CPython, a sum takes 16 bytes more
         page, count = runs[0]
         row, further = row_of(page), 0
         if len(runs) > 1:
@@ -186,7 +186,7 @@ class Pool:
         return self.locate if self._scattered else None
 
     def find(self, refs: bytes, at: int = 0) -> Block | None:
-        """Return the block that the reference at byte `at` refers to, or None if its pages have another block now."""
+        """Return the block that the reference at byte `at` refers to, or None if its pages now have another block."""
         ref = refs[at : at + REF_BYTES]
         page = (int.from_bytes(ref[:8], "little") - self._data) >> self._shift
         block = self.blocks[page] if 0 <= page < self.geometry.pages else None
@@ -195,7 +195,7 @@ class Pool:
     def resume(self, generation: int, free: Iterable[Run]) -> None:
         """Continue after an earlier daemon, whose last generation is given, with only these runs of pages free.
 
-        Blocks follow, by `adopt`, or in `blocks` if they have one run.
+        Blocks are added afterwards, by `adopt`, or in `blocks` if they have one run.
         """
         self.generation = generation
         self.read = bytearray(b"\1") * self.geometry.pages
@@ -227,13 +227,13 @@ class Quarantine:
         return len(self._blocks)
 
     def add(self, until: float, block: Block, pages: int) -> None:
-        """Hold `block`, which has so many pages."""
+        """Hold `block`, which has `pages` pages."""
         self.bytes += pages * self._page_bytes
         offset = int.from_bytes(block.ref[:8], "little")  # distinct: blocks are not compared
         heapq.heappush(self._blocks, (until, offset, pages, block))
 
     def pop(self, now: float) -> tuple[Block, int] | None:
-        """Remove a block whose deadline has passed, and return it with its pages; None if there is none."""
+        """Remove a block whose deadline has passed, and return it and its number of pages; None if there is none."""
         if not self._blocks or self._blocks[0][0] > now:
             return None
         _, _, pages, block = heapq.heappop(self._blocks)

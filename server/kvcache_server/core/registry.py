@@ -26,7 +26,7 @@ OPERATORS = 16  # sessions beyond max_sessions that are reserved for operators
 
 class Registry:
     """Attributes: `disconnected` has, by session, the engines of sessions whose door has closed but whose process may
-    live. `not_restated` are sessions of the last epoch that have not restated what they hold. `leaving` has, by number,
+    live. `not_restated` are sessions of the last epoch that have not restated their leases. `leaving` has, by number,
     sessions as they were when their door closed, with leases that have not been restated yet, and when these end.
     `ended` are sessions whose leases are being released.
     """
@@ -59,7 +59,7 @@ class Registry:
     def open(self, engine: str, label: str, now: float, user: int = NOBODY, is_operator: bool = False) -> int:
         """Return the number of a new session of `engine`, run by `user`. Raises BadArgument, NotPermitted at a limit.
 
-        Operators have some extra places, so that `status` works when all others are taken.
+        Operators have some extra sessions, so that `status` works when all regular ones are taken.
         """
         if not 1 <= len(engine) <= MAX_NAME or len(label) > MAX_NAME:
             raise BadArgument(
@@ -116,7 +116,8 @@ class Registry:
         return [*self.sessions.values(), *(session for _, session in self.leaving.values()), *self.ended]
 
     def take_former(self, number: int) -> Session | None:
-        """Remove and return a session as it was when its door closed, if it has leases that were not restated."""
+        """Remove and return a session as it was when its door closed, if it has leases that were not restated; else
+        None."""
         return self.leaving.pop(number)[1] if number in self.leaving else None
 
     def end_leases_of(self, session: Session | None) -> None:
@@ -236,7 +237,7 @@ class Registry:
         self.prune()
 
     def abandoned(self) -> list[Namespace]:
-        """Return the namespaces that nobody can attach again.
+        """Return the namespaces that no client can attach again.
 
         A member whose door has closed may come back and attach again, as long as its process lives.
         """

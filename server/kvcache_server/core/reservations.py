@@ -1,4 +1,4 @@
-"""Reservations: which session may write which slot, how its shards are settled, and when lookups find the block. Pure.
+"""Reservations: which session may write which slot, how its shards are settled, and when lookups find its block. Pure.
 
 Every change of a slot's row is written before the reply that reports it. The order is safe if the daemon is killed
 between two stores: a row is WRITING before any session may write the slot, and DOOMED before a failed shard counts as
@@ -79,7 +79,7 @@ class Reservations:
     def reserve(
         self, session: Session, request: m.Reserve, account_in: Callable[[Group], Account], now: float
     ) -> m.Reserved:
-        """Grant what may be granted of the request's runs. Raises BadArgument; then nothing has changed.
+        """Grant the blocks of the request's runs that may be granted. Raises BadArgument; then nothing has changed.
 
         `account_in` returns the engine's account in a group.
         """
@@ -113,7 +113,7 @@ class Reservations:
         try:
             for run in runs:
                 self._grant_run(reservation, accounts[run.group], run, answers, now)
-        except Exception:  # an internal error, after which nobody else could give back what it has been granted
+        except Exception:  # an internal error: nothing else could give back the slots granted so far
             self.abandon(reservation)
             raise
         finally:
@@ -130,7 +130,7 @@ class Reservations:
     def _note_refused(
         self, runs: Sequence[m.Run], accounts: Mapping[int, Account], answers: bytearray, declined: int
     ) -> None:
-        """Count what was refused, and report each block with the cause."""
+        """Count the refused blocks, and report each with the cause."""
         for refusal, count in Counter(answers).items():
             if refusal == Refusal.NO_SPACE and declined:
                 self._refusals["not_worth_it"] += declined
@@ -156,7 +156,7 @@ class Reservations:
 
     @staticmethod
     def _writers(session: Session, namespace: Namespace) -> tuple[int, ...] | None:
-        """Return which session writes which shard of what `session` reserves; None if a shard has none."""
+        """Return the writing session of each shard of the blocks that `session` reserves; None if a shard has none."""
         shards = namespace.spec.shards
         if len(session.attached[namespace.number][1]) == shards:
             return (session.id,) * shards
@@ -231,7 +231,7 @@ class Reservations:
         cls, declined = self._classes.get(block_hash, 0), eviction.declined
         parent.pins += 1  # it must not be evicted for its own child
         try:
-            # Without the tails' blocks, the block of the full group, which is there, would be of no use.
+            # Without the tails' blocks, the existing block of the full group would be of no use.
             runs = eviction.make_room(account, CLASSES if group.is_tail or engine.brings else cls)
             if eviction.declined > declined and block_hash in eviction.learner.wanted:
                 eviction.declined = declined
@@ -327,9 +327,9 @@ class Reservations:
         return m.Settled(request.id, bytes(verdicts))
 
     def abandon(self, reservation: Reservation, tainted_until: float = 0.0) -> None:
-        """Settle all unsettled shards as never started: the reply never arrived, or so its session reports.
+        """Settle all unsettled shards as never started: the reply did not arrive, or its session reports so.
 
-        With `tainted_until`, the slots go through the quarantine, in case a writer received the reply nevertheless.
+        With `tainted_until`, the slots go through the quarantine, in case a writer did receive the reply.
         """
         for grant in list(reservation.grants):
             if not grant.whole:
@@ -352,7 +352,7 @@ class Reservations:
 
     @staticmethod
     def _go_on(left: list[Reservation], end: Callable[[Reservation], None]) -> bool:
-        """End one of the reservations that are left; the oldest one comes first."""
+        """End one of the remaining reservations, the oldest first."""
         if left:
             end(left.pop(0))
         return bool(left)
@@ -444,7 +444,7 @@ class Reservations:
     def doom(self, grant: Grant, verdict: Verdict, cause: str) -> None:
         """Remove a block that will not become visible from the index, and then all below it.
 
-        What is below can no longer be found at once, and is removed in slices.
+        The blocks below can no longer be found at once, and are removed in slices.
         """
         parent, block = grant.block.parent, grant.block
         self._doom_one(grant, verdict, cause)

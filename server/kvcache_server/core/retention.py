@@ -1,9 +1,9 @@
-"""Blocks that are kept although nobody reads them: retained by hints of engines, or pinned by an operator. Pure.
+"""Blocks that are kept although no engine reads them: retained by hints of engines, or pinned by an operator. Pure.
 
-A retention names a chain of blocks, from its root on. Those that are cached are held as a lease holds them: the deepest
-one is pinned. Those that are not cached yet are held once they are. Each owner (an engine, or the operator) has a
-quota, and all engines together have one. What does not fit is refused. The retentions of an engine stay until their
-time is over, and count until then, also if it ends before.
+A retention names a chain of blocks, from its root on. Cached blocks are held as by a lease: the deepest one is pinned.
+Blocks that are not cached yet are held once they are. Each owner (an engine, or the operator) has a quota, and all
+engines together have one. Blocks that do not fit are refused. The retentions of an engine stay and count until their
+time is over, even if the engine ends before.
 
 An operator's pins have no end, and the state file contains them.
 """
@@ -31,7 +31,7 @@ from kvcache_server.core.sessions import Namespace, Session
 from kvcache_server.core.sweeper import Sweeper
 
 _MOST_WANTED = 8 * LOOK  # blocks of a retention that will be stored soon
-TOGETHER = 0.5  # of the pool: what all engines may retain
+TOGETHER = 0.5  # of the pool: the quota of all engines together
 MOST, MOST_OF_ONE = 8192, 1024  # retentions, in all and per owner: some passes over all take a millisecond
 NAMES, NAMES_OF_ONE = 1 << 20, 1 << 16  # hashes in them
 _TIGHTENED = 4  # steps towards exact counts per request: some milliseconds
@@ -71,8 +71,8 @@ class Owner:
 class Retention:
     """A chain that its owner wants to keep.
 
-    Attributes: of `names`, the first `held` are held by `lease`, and `wanted` may be: the others did not fit. `until`
-    is when it ends. `number` counts up; a pin is named by it.
+    Attributes: `lease` holds the first `held` of `names`, and may hold `wanted`: the rest did not fit. `until` is when
+    it ends. `number` counts up, and identifies a pin.
     """
 
     __slots__ = ("group", "held", "key", "label", "lease", "names", "number", "owner", "request", "until", "wanted")
@@ -91,15 +91,15 @@ class Retention:
 
     @property
     def sound(self) -> bool:
-        """Whether lookups find what it holds."""
+        """Whether lookups find the blocks that it holds."""
         return self.lease is None or all(each.account.group.trusts(each) for each in self.lease.blocks)
 
 
 class Retentions:
-    """All retentions, and what engines say of blocks that nobody needs again.
+    """All retentions, and the engines' reports of blocks that are not needed again.
 
-    Attributes: `refused` counts blocks that were not retained, by reason; `ended` counts retentions by cause. They
-    have let go of the blocks that the first `examined` changes of invalidation have hidden.
+    Attributes: `refused` counts blocks that were not retained, by reason; `ended` counts retentions by cause. Blocks
+    hidden by the first `examined` changes of invalidation have been released.
     """
 
     def __init__(
@@ -127,10 +127,10 @@ class Retentions:
         self.set_limits(limits)
 
     def set_limits(self, limits: Limits) -> None:
-        """Apply quotas; `tick` ends what exceeds them."""
+        """Apply quotas; `tick` ends retentions that exceed them."""
         self._limits = limits
 
-    # What there is.
+    # State.
 
     def owners(self) -> Iterator[Owner]:
         yield self.operator
@@ -145,7 +145,7 @@ class Retentions:
 
     @property
     def doubted(self) -> bool:
-        """Whether blocks may be held that lookups do not find any more."""
+        """Whether blocks may be held that lookups no longer find."""
         return self._invalidation.under_way > 0 or self._invalidation.changes > self.examined
 
     @property
@@ -168,7 +168,7 @@ class Retentions:
         return int(self._limits.operator_quota * self._pool.capacity)
 
     def _room(self, owner: Owner) -> int:
-        """Return the quota of `owner`, or what the quota of all engines together leaves for it."""
+        """Return the quota of `owner`, or the rest of the quota of all engines together if that is less."""
         if owner is self.operator:
             return self.operator_quota
         others = self.retained_bytes - owner.pins.bytes
@@ -179,7 +179,7 @@ class Retentions:
     def retain(self, session: Session, request: m.Retain, now: float) -> m.Retained:
         """Retain a chain, or extend the time of its retention. Raises BadArgument, UnknownHandle.
 
-        What fits is held now, or if it takes long to find out how much that is, soon.
+        The blocks that fit are held now or, if it takes long to find out how many fit, soon.
         """
         _, group = session.group(request.namespace, request.group)
         check_hashes(request.hashes, group.hash_bytes)
@@ -210,8 +210,8 @@ class Retentions:
         return m.Retained(request.id, found.held, why)
 
     def drop(self, session: Session, request: m.Drop) -> m.Dropped:
-        """Let the end of a chain be evicted first, up to the last block that others share: one that has another child,
-        or that is leased, retained or pinned. Raises BadArgument, UnknownHandle.
+        """Let the end of a chain be evicted first, up to the last block in other use: one that has another child, or
+        that is leased, retained or pinned. Raises BadArgument, UnknownHandle.
         """
         _, group = session.group(request.namespace, request.group)
         check_hashes(request.hashes, group.hash_bytes)
@@ -237,7 +237,7 @@ class Retentions:
     # Requests of operators.
 
     def pin(self, namespaces: Mapping[str, Namespace], session: Session, request: m.Pin) -> m.Pinned:
-        """Pin a chain. Raises NotPermitted unless an operator asks and it fits, BadArgument, ClientError."""
+        """Pin a chain. Raises NotPermitted unless an operator requests it and it fits, BadArgument, ClientError."""
         _check_operator(session)
         namespace = namespaces.get(request.namespace)
         if namespace is None:
@@ -265,7 +265,7 @@ class Retentions:
         return m.Pinned(request.id, found.number, found.held)
 
     def unpin(self, session: Session, request: m.Unpin) -> m.Unpinned:
-        """End a pin, or all. Raises NotPermitted unless an operator asks, ClientError for an unknown number."""
+        """End a pin, or all. Raises NotPermitted unless an operator requests it, ClientError for an unknown number."""
         _check_operator(session)
         pins = [each for each in self.operator.retentions.values() if request.pin in (0, each.number)]
         if request.pin and not pins:
@@ -275,7 +275,7 @@ class Retentions:
         return m.Unpinned(request.id, len(pins))
 
     def restore(self, pins: Mapping[int, PinMade]) -> None:
-        """Pin again what the previous daemon's operator had pinned."""
+        """Pin again the chains that the previous daemon's operator had pinned."""
         for number, pin in sorted(pins.items()):
             namespace = self._namespaces.get(pin.namespace)
             if namespace is None or not 0 <= pin.group < len(namespace.groups) or not pin.hashes:
@@ -284,7 +284,7 @@ class Retentions:
             each = Retention(number, self.operator, namespace.groups[pin.group], list(pin.hashes), pin.label)
             self._admit(each)
 
-    # What others do.
+    # Events elsewhere.
 
     def clear(self, namespace: int) -> None:
         """End the retentions of engines in that namespace, soon."""
@@ -294,7 +294,7 @@ class Retentions:
                 self._next_end = 0.0
 
     def tick(self, now: float) -> None:
-        """End what is over; hold what has been stored since; end what exceeds a quota that has been lowered."""
+        """End retentions whose time is over; hold blocks stored since; end retentions that exceed a lowered quota."""
         if now >= self._next_end:
             self._sweeper.add(self._end_some)
         if self.doubted:
@@ -319,7 +319,7 @@ class Retentions:
         return len(over) > STEP
 
     def _examine_some(self) -> bool:
-        """Let go of what was hidden. It may be stored again."""
+        """Release blocks that were hidden. They may be stored again."""
         changes, let_go = self._invalidation.changes, 0
         for each in self.all():
             if not each.sound:
@@ -348,7 +348,7 @@ class Retentions:
         return owner is not None
 
     def _beyond_quota(self) -> Owner | None:
-        """Return an engine that holds too much since a quota was lowered, by all that is counted; None if none does."""
+        """Return an engine that holds too much, by the present counts, since a quota was lowered; None if none does."""
         retaining = (owner for owner in self.engines.values() if owner.retentions)
         most = max(retaining, key=lambda owner: owner.pins.bytes, default=None)
         if most is not None and (most.pins.bytes > self.quota or self.retained_bytes > self.quota_together):
@@ -356,7 +356,7 @@ class Retentions:
         return None
 
     def _tighten(self) -> bool:
-        """Take some steps towards exact counts of what is held; return False if all are exact."""
+        """Take some steps towards exact counts of the held bytes; return False if all are exact."""
         inexact = self._inexact()
         if inexact is not None:
             inexact.tighten()
@@ -366,7 +366,7 @@ class Retentions:
         return next((owner.pins for owner in self.owners() if not owner.pins.exact), None)
 
     def figures(self, now: float) -> dict[str, Any]:
-        """Return what engines retain and operators pin. O(retentions): a few milliseconds."""
+        """Return the figures of retentions by engines and pins by operators. O(retentions): a few milliseconds."""
         owners = [(owner, len(owner.retentions)) for owner in self.engines.values()]
         owners.sort(key=lambda pair: -pair[0].pins.bytes)
         return {
@@ -403,7 +403,7 @@ class Retentions:
             ],
         }
 
-    # How a retention begins and ends.
+    # Beginning and end of a retention.
 
     def _admit(self, retention: Retention) -> bool:
         """Enter a retention; return False if there are too many."""
@@ -424,9 +424,10 @@ class Retentions:
         return True
 
     def _hold(self, retention: Retention) -> str:
-        """Hold what is cached of a retention, as far as it fits; return why not all of that is held, "" if it is.
+        """Hold the cached blocks of a retention that fit; return the reason that not all of them are held, "" if they
+        are.
 
-        If it may fit once what is held already was counted exactly, it waits for the next tick.
+        If they may fit once the bytes held already have been counted exactly, they wait for the next tick.
         """
         owner, tightened = retention.owner, 0
         while not retention.ended:
@@ -459,7 +460,8 @@ class Retentions:
         return ""
 
     def _fit(self, owner: Owner, cached: _Cached) -> _Cached:
-        """Return what `owner` may hold of it; with tails, all or less than all, which does not say how much."""
+        """Return the part of `cached` that `owner` may hold; with tails, all of it, or less by an unspecified
+        amount."""
         pins, room = owner.pins, self._room(owner) - sum(each.account.group.allocated_bytes for each in cached.tails)
         if not cached.chain:
             return cached if pins.bytes <= room else cached._replace(blocks=0)
@@ -469,7 +471,7 @@ class Retentions:
     def _take(self, retention: Retention, cached: _Cached) -> None:
         block = cached.chain[-1] if cached.chain else None
         lease = new_lease(block, cached.size, cached.cover, cached.tails)
-        retention.owner.pins.add(lease)  # first: the covers of the former lease stay
+        retention.owner.pins.add(lease)  # comes first, so that the covers of the former lease stay
         self._let_go(retention)
         retention.lease, retention.held = lease, cached.blocks
         retention.names[: len(cached.chain)] = [each.hash for each in cached.chain]  # the index's bytes, not copies
@@ -496,7 +498,7 @@ class Retentions:
             self._effects.records.append(PinEnded(retention.number))
 
     def _refuse(self, retention: Retention, why: str, blocks: int) -> None:
-        """Count blocks that are not kept, and report it for `why`."""
+        """Count blocks that are not kept, and report it with the reason `why`."""
         self.refused[why] += blocks
         if retention.request:
             engine = retention.owner.engine
@@ -506,7 +508,7 @@ class Retentions:
 
 
 def _cached(retention: Retention, most: int) -> _Cached:
-    """Return what is cached of the first `most` blocks, up to where an engine could continue.
+    """Return the cached blocks among the first `most`, up to where an engine could continue.
 
     If a block must follow there, it is one of them.
     """
@@ -521,7 +523,7 @@ def _cached(retention: Retention, most: int) -> _Cached:
 
 
 def _may_hold_more(retention: Retention) -> bool:
-    """Whether blocks are cached that a retention does not hold yet."""
+    """Whether there are cached blocks that a retention does not hold yet."""
     group, names = retention.group, retention.names[retention.held : retention.wanted]
     if retention.held and group.spec.followed:
         names = retention.names[retention.held - 1 : retention.wanted]

@@ -1,4 +1,4 @@
-"""Namespaces, engines and sessions, and what each of them holds. Pure; registry.py has the lists of them."""
+"""Namespaces, engines and sessions, and the state of each. Pure; registry.py has the lists of them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Namespace:
 
     def __init__(self, number: int, spec: NamespaceSpec, page_bytes: int, user: int = NOBODY) -> None:
         self.number = number
-        self.user = user  # who created it; unknown for those of an earlier daemon
+        self.user = user  # the creator; unknown for those of an earlier daemon
         self.spec = spec
         self.id = spec.id
         self.groups: list[Group] = []
@@ -36,7 +36,7 @@ class Namespace:
 
     @property
     def overhead(self) -> float:
-        """The part of their pages that blocks of the group with the worst fit leave unused."""
+        """The fraction of their pages that blocks of the group with the worst fit leave unused."""
         return max(1 - group.spec.block_bytes / group.allocated_bytes for group in self.groups)
 
     def forget(self) -> None:
@@ -46,8 +46,8 @@ class Namespace:
 
 
 class Asked(msgspec.Struct, gc=False):
-    """What one request of an engine has asked of a group: in how many lookups, for how many blocks, and how many of
-    them were found. Lookups of the same blocks count once."""
+    """The lookups of one request of an engine in a group: their number, their blocks, and how many of these were found.
+    Lookups of the same blocks count once."""
 
     lookups: int = 0
     blocks: int = 0
@@ -55,7 +55,7 @@ class Asked(msgspec.Struct, gc=False):
 
 
 class Engine:
-    """The sessions with one engine id, and what they hold together."""
+    """The sessions with one engine id, and their common state."""
 
     __slots__ = (
         *("accounts", "disconnected", "name", "number", "pins", "reservations", "sessions", "shares", "writers"),
@@ -73,11 +73,12 @@ class Engine:
         self.writers: dict[int, tuple[int, ...] | None] = {}  # by namespace; None if a shard has no writer
         self.pins = Pins()
         self._asked: OrderedDict[tuple[str, bytes], Asked] = OrderedDict()  # by request and group's tag, the last ones
-        self.brings = False  # what lookups have asked for: it is stored, whatever it seems to be worth
+        self.brings = False  # whether it brings blocks that lookups asked for: stored regardless of their worth
         self.writing = 0  # bytes of blocks that are unsettled in its reservations
 
     def asked(self, request: str, group: Group) -> Asked:
-        """Return what `request` has asked of `group` before, as far as is remembered; its caller keeps that up to date.
+        """Return the earlier lookups of `request` in `group`, as far as remembered; the caller keeps the record up to
+        date.
 
         An engine asks again for a request that waits, or that it has preempted. Lookups without a request's name are
         each a request of their own.
@@ -117,7 +118,7 @@ class Engine:
             )
 
     def note_writers(self, namespace: Namespace) -> None:
-        """Update which session writes which shard, after a session has attached or detached."""
+        """Update the writer of each shard after a session has attached or detached."""
         writers: dict[int, int] = {}
         inside = [session for session in self.sessions.values() if namespace.number in session.attached]
         for session in inside:
@@ -187,7 +188,7 @@ class Session:
         lease.unpin()
 
     def end_leases(self, most: int) -> None:
-        """End at most so many leases."""
+        """End at most `most` leases."""
         for number in list(islice(self.leases, most)):
             self.unpin(number)
 

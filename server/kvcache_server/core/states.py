@@ -12,7 +12,7 @@ from kvcache_proto import region
 
 
 class Step(NamedTuple):
-    """In state `before`, `event` leads to state `after`; `when` says what happens."""
+    """In state `before`, `event` leads to state `after`; `when` describes the event."""
 
     before: str
     event: str

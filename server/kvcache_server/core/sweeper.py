@@ -1,9 +1,9 @@
 """Work that no request waits for, done in slices between requests. Pure.
 
-What has no bound (the end of a session, a clear, the blocks below one that is wrong) takes effect at once. The rest of
-it is a step: a function that does a slice of the work, and returns whether more is left. Its state is plain data, and
-other requests may change the cache between two slices, so it checks again what it relies on. All invariants hold
-after each slice.
+Unbounded work (the end of a session, a clear, the blocks below one that is wrong) takes effect at once. The rest of it
+is a step: a function that does a slice of the work, and returns whether more is left. Its state is plain data, and
+other requests may change the cache between two slices, so it checks its assumptions again. All invariants hold after
+each slice.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ class Sweeper:
 
     def __init__(self, effects: Effects) -> None:
         self.now = 0.0
-        self.at_once = AT_ONCE  # slices that this request or tick may do at once yet
+        self.at_once = AT_ONCE  # slices that this request or tick may still do at once
         self._effects = effects
-        self._steps: OrderedDict[Step, Actor] = OrderedDict()  # each on behalf of whom it is done
+        self._steps: OrderedDict[Step, Actor] = OrderedDict()  # each with the actor on whose behalf it is done
 
     def __bool__(self) -> bool:
         return bool(self._steps)
 
     def add(self, step: Step) -> None:
-        """Let `step` be done until nothing is left, on behalf of whom the core works for now. If nothing else waits,
-        its first slice is done at once, as far as `at_once` allows. A step that waits already is not added."""
+        """Queue `step` until nothing is left of it, on behalf of the present actor. If nothing else waits, its first
+        slice is done at once, as far as `at_once` allows. A step that waits already is not added."""
         if not self._steps and self.at_once:
             self.at_once -= 1
             if not step():

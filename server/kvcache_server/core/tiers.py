@@ -1,4 +1,4 @@
-"""What the cache asks of the tiers below it. Pure."""
+"""The interface to the tiers below the cache. Pure."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Tiers(Protocol):
     def looked_up(
         self, session: Session, group: Group, hashes: Sequence[bytes], chain: Sequence[Block], pending: int, now: float
     ) -> tuple[int, int]:
-        """Take note of a lookup that found the blocks `chain`, after which `pending` ones follow.
+        """Note a lookup that found the blocks `chain`, which `pending` ones follow.
 
         Returns `coming` and `eta_ms` for its answer.
         """
@@ -34,9 +34,10 @@ class Tiers(Protocol):
         tails: Sequence[Block],
         now: float,
     ) -> tuple[int, int]:
-        """The same in a namespace with tails, of which an engine needs the blocks `tails`, too, after `hits` blocks."""
+        """The same in a namespace with tails; an engine also needs their blocks `tails` to continue after `hits`
+        blocks."""
         ...
 
     def will_store(self, account: Account, cls: int) -> bool:
-        """Whether a tier gets a block of class `cls` that an account stores, even if nobody asks for it again."""
+        """Whether a tier gets a block of class `cls` that an account stores, even if it is not requested again."""
         ...

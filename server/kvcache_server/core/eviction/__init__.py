@@ -1,4 +1,4 @@
-"""Which blocks are evicted when the pool is full: the policy, what blocks are worth, and floors.
+"""Which blocks are evicted when the pool is full: the policy, the worth of blocks, and floors.
 
 It never decides what may be read or written.
 """

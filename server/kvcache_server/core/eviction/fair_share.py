@@ -1,6 +1,6 @@
 """The shares of the region, and the part of it that none of them loses to others: its floor. Pure.
 
-Every live share has one, so that its blocks are cached for long enough to show whether they are asked for again.
+Every live share has one, so that its blocks stay cached for long enough to show whether they are requested again.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Two small caches of a sample of the blocks: one evicts by worth, one by age. Pure.
 
-They show which is better for what engines ask now. As long as that is age, the pool evicts by age: what was learned may
-be about requests that have changed since, or about too few of them.
+They show which is better for the present requests. As long as that is age, the pool evicts by age: the worths may have
+been learned from requests that have changed since, or from too few of them.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ from collections.abc import Collection
 from kvcache_server.core.eviction.worth import BINS, Worths, bin_of, one_off
 from kvcache_server.core.index import CLASS_MASK, CLASSES, Share
 
-PROMPTS = 4  # by which one must lead before the pool changes over to it: most prompts hit, or miss, as a whole
+PROMPTS = 4  # by which one must lead before the pool switches to it: most prompts hit, or miss, as a whole
 _SMOOTH = 256  # lookups over which the mean size of prompts is taken
 
 
 class Guard:
     """Attributes: `by_age` is whether age is better, `switches` is how often that has changed.
 
-    The `lead` is by how many hits age is ahead, but never below 0 or above PROMPTS prompts. `by_age` changes where it
-    gets to the other end. So what one has gained long ago does not excuse what it loses now.
+    The `lead` is by how many hits age is ahead, clamped to 0 to PROMPTS prompts. `by_age` changes when it reaches the
+    other end. So gains of long ago do not excuse losses of now.
     """
 
     def __init__(self, worths: Worths, slots: int) -> None:
         self._worths = worths
         self._by_age: OrderedDict[bytes, Share] = OrderedDict()
-        self._once: dict[Share, OrderedDict[bytes, None]] = {}  # blocks in it that were asked for once
+        self._once: dict[Share, OrderedDict[bytes, None]] = {}  # blocks in it that were requested once
         self._by_worth: dict[bytes, tuple[int, Share]] = {}
         self._orders: list[OrderedDict[bytes, None]] = [OrderedDict() for _ in range(CLASSES)]
         self.by_age = False
@@ -41,7 +41,7 @@ class Guard:
         self._slots = slots
 
     def note_prompt(self, blocks: float) -> None:
-        """Note that a lookup asked for so many blocks of the sample, on average."""
+        """Note the number of blocks of the sample that a lookup asked for, on average."""
         self._prompt += (blocks - self._prompt) / _SMOOTH
 
     def asked(self, name: bytes, tick: int, now: int, share: Share) -> None:
@@ -75,14 +75,14 @@ class Guard:
         return share is not None
 
     def _oldest(self) -> bytes:
-        """Return the block that goes next in the cache by age."""
+        """Return the block that is evicted next in the cache by age."""
         for share, names in self._once.items():
             if one_off(share, 0):
                 return next(iter(names))
         return next(iter(self._by_age))
 
     def _make_room(self, cls: int, now: int, share: Share) -> bool:
-        """Evict what is worth least; return False if that is the new block."""
+        """Evict the blocks that are worth least; return False if that is the new block."""
         table, entries = self._worths.table, self._by_worth
         while len(entries) >= self._slots:
             least, victim, of = math.inf, b"", 0

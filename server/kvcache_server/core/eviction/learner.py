@@ -1,7 +1,7 @@
 """Learns from lookups what blocks are worth. Pure.
 
-A lookup costs whoever asks only a note of it. What it teaches is learned later, with that of others: blocks that were
-found go up one class, misses are counted, and those blocks that are watched tell how soon blocks return.
+A lookup only leaves a note, so it stays cheap for the client. Several are learned from together later: blocks that were
+found go up one class, misses are counted, and the watched blocks show how soon blocks return.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from kvcache_server.core.pool import Pool
 from kvcache_server.core.sampling import Draw, Lots, split
 from kvcache_server.core.sessions import Engine
 
-_REFRESHES = 16  # of the worths, while as many blocks miss as the pool holds
+_REFRESHES = 16  # of the worths, in the time in which as many blocks miss as the pool holds
 _FEWEST, _REFRESHED_FOR = 128, TICKS_PER_SECOND // 4  # blocks that miss, and time, between two refreshes
 _MOST_MISSES, _MOST_WATCHED = 8 * LOOK, LOOK // 2  # of one lookup: a few milliseconds
 _TOGETHER, _MOST_WAITING = 32, 8 * LOOK  # lookups and blocks to learn from at once, which takes less time
-_MOST_EXPECTED = 1 << 14  # blocks that missed and are about to be stored, if they were asked for before
+_MOST_EXPECTED = 1 << 14  # blocks that missed and are about to be stored, if they were requested before
 _MOST_LEFT = LOOK // 4  # evicted blocks of a group that are not in the sketch yet
 
 
 class _Lookup(NamedTuple):
-    """A lookup by an engine, for blocks of which the first one has the hash `first`.
+    """A lookup by an engine; the first block has the hash `first`.
 
     It keeps no decoded hash: their memory is in the processor's cache when the next request needs it.
     """
@@ -52,14 +52,15 @@ class _Lookup(NamedTuple):
     first: bytes
     blocks: int  # that were asked for
     hits: int
-    found: Sequence[Block]  # of those, what the engine may load; without a full group, nothing
+    found: Sequence[Block]  # those that the engine may load; none without a full group
     tails: Sequence[Block]  # of other groups, that it needs with those
-    missed: bytes  # the hashes of the blocks behind the hits, without gaps, of _MOST_MISSES at most
+    missed: bytes  # the hashes of at most _MOST_MISSES blocks behind the hits, without gaps
 
 
 class Learner:
-    """Attributes: `hits_by_class` are blocks that were found, by whether they had been asked for once, twice, or more
-    often before. `expected` has the class, if not 0, of blocks that missed lately, by hash; it stays the same dict."""
+    """Attributes: `hits_by_class` counts blocks that were found, by how often they had been requested before: once,
+    twice, more often. `expected` has the class, if not 0, of blocks that missed lately, by hash; it stays the same
+    dict."""
 
     def __init__(self, pool: Pool, draw: Draw, lots: Lots, enabled: bool = True) -> None:
         """`draw` and `lots` decide which blocks are sampled. If it is not `enabled`, all blocks keep the class 0."""
@@ -78,7 +79,7 @@ class Learner:
         self._left: dict[bytes, tuple[bytearray, bytearray]] = {}
         self.wanted: dict[bytes, None] = {}  # hashes of blocks to store regardless of their worth
         self._refreshed = 0  # the tick of the last refresh
-        self._missed = 0  # blocks asked for and not cached since the last refresh, whether stored then or refused
+        self._missed = 0  # blocks requested and not cached since the last refresh, whether stored then or refused
         self._refresh: Refresh | None = None
 
     def asked(
@@ -101,7 +102,7 @@ class Learner:
                 self.learn()
 
     def learn(self) -> None:
-        """Learn from the latest lookups. Whoever stores blocks calls this first.
+        """Learn from the latest lookups. Called before blocks are stored.
 
         If they ask for the same missing blocks, that counts as one request.
         """
@@ -129,7 +130,7 @@ class Learner:
             if each.tails:
                 self._go_up(each.tails)
             self._missed += each.blocks - each.hits
-        watches = not group.number  # the other groups of a namespace are asked for the same hashes at the same time
+        watches = not group.number  # the other groups of a namespace get the same hashes at the same time
         step, thin = self.monitor.steps(group.spec.block_tokens)
         firsts = [self._draw(each.first) % step if watches and step > 1 else 0 for each in lookups]
         if watches:
@@ -160,7 +161,7 @@ class Learner:
                 asked(name, now | classes[at], now, shares[bisect_right(begins, at) - 1])
 
     def _go_up(self, found: Sequence[Block]) -> None:
-        """Let blocks that were asked for go up one class.
+        """Move requested blocks up one class.
 
         A request for a block is one for those above it, too. So these never have a lower class, and the way up ends at
         the first one of the highest class. Blocks high above inherit the class when those below are gone.
@@ -194,7 +195,7 @@ class Learner:
                 del expected[name]
 
     def want(self, names: Sequence[bytes]) -> None:
-        """Remember blocks that somebody wants to keep once they are stored."""
+        """Remember blocks that are to be kept once they are stored."""
         if len(self.wanted) > _MOST_EXPECTED:
             self.wanted.clear()
         self.wanted.update(dict.fromkeys(names))
@@ -227,7 +228,7 @@ class Learner:
         return self._pool.tick - self._refreshed >= _REFRESHED_FOR
 
     def begin_to_refresh(self, accounts: Collection[Account]) -> None:
-        """Start to make the worths follow the evidence. `accounts` are those that share the pool."""
+        """Start to update the worths from the evidence. `accounts` are those that share the pool."""
         self._missed, self._refreshed = 0, self._pool.tick
         groups = {account.group for account in accounts if not account.group.is_tail}
         blocks = sum(len(group.visible) for group in groups)
@@ -239,12 +240,12 @@ class Learner:
         self._refresh = Refresh(self.monitor.watched(), self._pool.tick)
 
     def refresh_some(self) -> bool:
-        """Go on with that; return whether more is left."""
+        """Continue the refresh; return whether more is left."""
         if self._refresh is not None and self.worths.refresh(self._refresh):
             self._refresh = None
         return self._refresh is not None
 
     def forget_shares(self, shares: Collection[Share]) -> None:
-        """Drop what refers to shares that are gone."""
+        """Drop references to shares that are gone."""
         self.learn()
         self.monitor.forget(shares)

@@ -1,5 +1,5 @@
-"""Watches a sample of the blocks that are asked for, cached or not: when they are asked for again, and what two small
-caches would have found. Pure."""
+"""Watches a sample of the requested blocks, cached or not: when they are requested again, and what two small caches
+would have found. Pure."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ REACH = 4  # capacities of the pool that the watched blocks stand for
 
 
 class Monitor:
-    """`every` is a power of two: one block in so many is watched, by its depth and keyed hash."""
+    """`every` is a power of two: one block in `every` is watched, by its depth and keyed hash."""
 
     def __init__(self, worths: Worths) -> None:
         self._worths = worths
@@ -39,18 +39,18 @@ class Monitor:
         return watched >= WATCHED // 2 or (watched >= FEWEST and 2 * self.every * block_tokens <= SPACING)
 
     def steps(self, block_tokens: int) -> tuple[int, int]:
-        """Return how many blocks of a prompt apart those are of which some are watched, and one in how many of these
-        is; both are powers of two."""
+        """Return the distance in blocks of a prompt between candidates, and that one in how many candidates is watched;
+        both are powers of two."""
         step = 1
         while step < self.every and step * block_tokens * 2 <= STRIDE:
             step *= 2
         return step, self.every // step
 
     def asked(self, name: bytes, tick: int, now: int, share: Share) -> None:
-        """Note that a block of the sample was asked for. `tick` has the time and its class from now on; `share` is
-        that of the block, or if it is not cached, of the engine that asks.
+        """Note that a block of the sample was requested. `tick` has the time and its class from now on; `share` is that
+        of the block or, if it is not cached, of the engine that asks.
 
-        A hash that was asked for in another namespace as well is the other namespace's: it is not asked for again.
+        A hash that another namespace requested before belongs to that namespace: this is no repeated request.
         """
         watched = self._watched
         last = watched.get(name)

@@ -29,7 +29,7 @@ from kvcache_server.core.sweeper import Sweeper
 from kvcache_server.core.tiers import Tiers
 
 # Why a block was evicted: for another block; the engine's or its namespace's ceiling; for another block, after an
-# engine had said that nobody needs it again, or after its prompt had gone on by two boundaries.
+# engine had reported that it is not needed again, or after its prompt had gone on by two boundaries.
 EVICTED_FOR = ("room", "own_ceiling", "namespace_ceiling", "dropped", "passed")
 ROOM, OWN_CEILING, NAMESPACE_CEILING, DROPPED, PASSED = EVICTED_FOR
 _MOST_DROPPED = 16_384  # chains that are remembered as dropped; older ones are evicted in their turn
@@ -40,12 +40,12 @@ POLICIES = WORTH, LRU = "worth", "lru"
 
 
 class Eviction:
-    """Evicts what is worth least, of all accounts above their floors; see worth.py.
+    """Evicts the blocks that are worth least, of all accounts above their floors; see worth.py.
 
-    A hit counts by its bytes, so what a block is worth per byte does not depend on its size.
+    A hit counts by its bytes, so the worth of a block per byte does not depend on its size.
 
     Attributes: `evictions` are evicted blocks by cause, `evicted_unread` those that no lookup had found;
-    `evicted_by_class` those that were asked for once, twice, more often; `declined` counts blocks that were not stored
+    `evicted_by_class` those that were requested once, twice, more often; `declined` counts blocks that were not stored
     because they were worth less than each block in the pool.
     """
 
@@ -65,7 +65,7 @@ class Eviction:
         self._counters = counters
         self._effects = effects
         self._sweeper = sweeper
-        self._useless: list[tuple[Block, str]] = []  # blocks to continue with, and why others of them were evicted
+        self._useless: list[tuple[Block, str]] = []  # blocks to continue with, and the cause of the eviction
         self.learner = Learner(pool, draw, lots, policy != LRU)
         self.guard = self.learner.guard
         self.fair_share = FairShare(pool.capacity, limits.namespace_floor)
@@ -74,10 +74,10 @@ class Eviction:
         self.evicted_unread = 0  # evicted blocks that no lookup had found
         self.evicted_by_class = [0] * CLASSES
         self.declined = 0
-        self._dropped: OrderedDict[int, Block] = OrderedDict()  # leaves that go first, by id()
-        self.tiers: Tiers | None = None  # what they will store is not declined, however little it is worth here
-        self.looks = 0  # blocks over which `pass_boundaries` may look back yet in this turn
-        self._left = 0  # blocks that may be evicted for this reservation
+        self._dropped: OrderedDict[int, Block] = OrderedDict()  # leaves that are evicted first, by id()
+        self.tiers: Tiers | None = None  # blocks that they will store are not declined, however little worth here
+        self.looks = 0  # blocks over which `pass_boundaries` may still look back in this turn
+        self._left = 0  # blocks that may still be evicted for this reservation
         self._page = self._pages = 0  # free pages that were set aside for this run: the first one, and how many
         self.frozen = False  # nothing is evicted while leases of an earlier epoch may not be restated yet
         self.set_limits(limits)
@@ -89,7 +89,7 @@ class Eviction:
         self.ranking.expire()
 
     def refresh(self) -> None:
-        """Learn from lookups, and if there is enough evidence, let the sweeper make the worths follow it."""
+        """Learn from lookups, and if there is enough evidence, let the sweeper update the worths."""
         self.learner.learn()
         if self.learner.due:
             self.learner.begin_to_refresh(self.fair_share.accounts)
@@ -102,7 +102,7 @@ class Eviction:
         return False
 
     def figures(self) -> dict[str, Any]:
-        """Return how many blocks were evicted, by cause; how it decides; and what it found and gave up, by class."""
+        """Return the evicted blocks by cause, the order of eviction, and hits and evictions by class."""
         self.learner.learn()
         names = ("once", "twice", "more")
         return {
@@ -118,17 +118,17 @@ class Eviction:
         }
 
     def limit_evictions(self) -> None:
-        """Let the blocks of one reservation evict a bounded number of others: it is one step of the daemon."""
+        """Bound the number of blocks that one reservation may evict: it is one step of the daemon."""
         self._left = _MOST_EVICTED
 
     def set_aside(self, pages: int) -> None:
-        """Set so many free pages in a row aside for the next blocks, if there are: one search serves them all."""
+        """Set `pages` free pages in a row aside for the next blocks, if there are: one search serves them all."""
         self.give_back_rest()
         run = self._pool.free.take_run(pages) if pages <= self._pool.free.pages else None
         self._page, self._pages = run or (0, 0)
 
     def give_back_rest(self) -> None:
-        """Free what was set aside and is left."""
+        """Free the pages that were set aside and not used."""
         if self._pages:
             self._pool.free.add(self._page, self._pages)
             self._pages = 0
@@ -137,7 +137,7 @@ class Eviction:
         """Return free pages for a block of class `cls`, or QUOTA or NO_SPACE.
 
         CLASSES is the class of a block that is stored regardless of its worth. NO_SPACE also means that the block is
-        worth less than what would be evicted for it; then `declined` has increased.
+        worth less than those that would be evicted for it; then `declined` has increased.
         """
         group, share, pool = account.group, account.share, self._pool
         size, pages = group.allocated_bytes, group.pages
@@ -174,14 +174,15 @@ class Eviction:
         return Refusal.NO_SPACE
 
     def _declines(self, account: Account, cls: int, least: float) -> bool:
-        """Return whether a block is worth less than what would be evicted for it, and of no use to a tier; count it."""
+        """Return whether a block is worth less than those to be evicted for it, and of no use to a tier; if so, count
+        it."""
         if self.ranking.worth_of_new(account, cls) >= least or (self.tiers and self.tiers.will_store(account, cls)):
             return False
         self.declined += 1
         return True
 
     def forget_accounts(self, accounts: Collection[Account]) -> None:
-        """Drop what refers to accounts that are gone."""
+        """Drop references to accounts that are gone."""
         self.ranking.forget()
         self.learner.forget_shares({account.share for account in accounts})
 
@@ -204,10 +205,10 @@ class Eviction:
             leaves.popitem(last=False)
 
     def pass_boundaries(self, last: Block) -> None:
-        """Drop what a tail has for a former boundary of the prompt in which it has got the block `last`.
+        """Drop a tail's blocks for a former boundary of the prompt in which it has just got the block `last`.
 
-        What follows in a prompt continues at its last boundary, and what replaces its last part at the one before. So
-        boundaries before those are dropped, unless prompts part behind them.
+        A longer prompt continues at the last boundary, and one with another last part at the boundary before. So
+        earlier boundaries are dropped, unless prompts part behind them.
         """
         tail, end = last.account.group, last.parent
         if end is None or any(each.hash in tail.pending for each in islice(end.children(), MAX_GROUPS + 1)):
@@ -231,7 +232,7 @@ class Eviction:
                     return
 
     def _take_dropped(self, pages: int) -> Runs | None:
-        """Evict dropped blocks that nobody has used since, until `pages` pages are free, and return these."""
+        """Evict dropped blocks that have not been used since, until `pages` pages are free, and return these."""
         runs = None
         while self._dropped and runs is None and self._left > 0 and not self.frozen:
             _, block = self._dropped.popitem()
@@ -245,7 +246,8 @@ class Eviction:
         return runs
 
     def _evicted(self, block: Block, cause: str) -> Runs:
-        """Evict a block, and what is of no use without it; return its pages, which are not in the free runs yet."""
+        """Evict a block, and the blocks that are useless without it; return its pages, which are not in the free runs
+        yet."""
         above, group = block.parent, block.account.group
         runs = self._evict(block, cause)
         if above is not None and group.above.leaf_is_useless and not self.frozen:
@@ -258,7 +260,7 @@ class Eviction:
         return runs
 
     def _evict_rest(self, tail: Group, above: Block, cause: str) -> Block:
-        """Evict the rest of a window of which the block at `above` has gone, unless it is part of a later one.
+        """Evict the rest of a window that has lost its block at `above`, unless it is part of a later window.
 
         Return the last block on which the window hung.
         """
@@ -275,7 +277,7 @@ class Eviction:
         return rest[-1]
 
     def _evict_some_useless(self) -> bool:
-        """Continue what `_evict_useless` has left."""
+        """Continue with the blocks that `_evict_useless` has left."""
         if self._useless and not self.frozen:
             block, cause = self._useless.pop()
             if (left := self._evict_useless(block, cause)) is not None:
@@ -283,9 +285,10 @@ class Eviction:
         return bool(self._useless) and not self.frozen
 
     def _evict_useless(self, block: Block, cause: str) -> Block | None:
-        """Evict what hangs on a block, and the block and those above it, as far as no engine can use them any more.
+        """Evict the tails' blocks that hang on a block, the block and those above it, as far as no engine can use them
+        any more.
 
-        At most STEP blocks upwards: return the block to continue with, None if it is done.
+        Goes up at most STEP blocks: returns the block to continue with, None if it is done.
         """
         for _ in range(STEP):
             above, group = block.parent, block.account.group
@@ -321,17 +324,17 @@ class Eviction:
         return runs
 
     def forget(self, group: Group) -> None:
-        """Drop what refers to a removed group, whose accounts are gone already."""
+        """Drop references to a removed group, whose accounts are gone already."""
         left = ((key, each) for key, each in self._dropped.items() if each.account.group is not group)
         self._dropped = OrderedDict(left)
 
     def discard(self, block: Block) -> None:
-        """Remove a block that is not in use, and that lookups do not find any more."""
+        """Remove a block that is not in use and that lookups no longer find."""
         _, _, runs = self._forget(block)
         self._pool.give_back(runs)
 
     def _forget(self, block: Block) -> tuple[bool, int, Runs]:
-        """Forget a block; return whether lookups could find it, whether one has, and its pages."""
+        """Forget a block; return whether lookups could find it, whether one did, and its pages."""
         parent, account, pool = block.parent, block.account, self._pool
         page = pool.page(block)
         read = pool.read[page]
@@ -345,7 +348,7 @@ class Eviction:
     def _below_ceiling(self, shares: Sequence[Share], size: int, ceiling: int, cause: str) -> bool:
         """Evict blocks of `shares` until they have room for `size` more bytes below their `ceiling`.
 
-        If it has been lowered, what exceeds it stays, but does not grow.
+        If it has been lowered, usage above it stays, but does not grow.
         """
         ceiling = max(ceiling, sum(share.bytes for share in shares))
         while sum(share.bytes for share in shares) + size > ceiling:
@@ -356,5 +359,5 @@ class Eviction:
 
 
 def _prompts_part_at(block: Block) -> bool:
-    """Whether several blocks of its own group follow a block."""
+    """Whether a block has several followers of its own group."""
     return sum(not each.account.group.is_tail for each in islice(block.children(), MAX_GROUPS + 2)) > 1

@@ -1,4 +1,4 @@
-"""Which block is worth least: the orders of all accounts, ranked by what their coldest leaves are worth. Pure."""
+"""Which block is worth least: the orders of all accounts, ranked by the worth of their coldest leaves. Pure."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from kvcache_server.core.pool import Pool
 
 _RANKED, _RANKED_FOR = 64, TICKS_PER_SECOND // 4  # evictions and time until all orders are ranked again
 
-# What the coldest leaf of an order is worth and its tick, a number, the order and its account, and the latest tick for
+# The worth of the coldest leaf of an order, its tick, a number, the order and its account, and the latest tick for
 # which the worth is the same.
 Entry = tuple[float, int, int, Order, Account, int]
 
 
 class Ranking:
-    """Attributes: `by_age` is whether blocks are evicted by age; see `one_off` for those that go first."""
+    """Attributes: `by_age` is whether blocks are evicted by age; see `one_off` for exceptions."""
 
     def __init__(self, pool: Pool, fair_share: FairShare, learner: Learner) -> None:
         self.by_age = learner.guard.by_age
@@ -80,7 +80,7 @@ class Ranking:
         return found
 
     def worth_of_new(self, account: Account, cls: int) -> float:
-        """Return what a block of class `cls` is worth that `account` is about to store."""
+        """Return the worth of a block of class `cls` that `account` is about to store."""
         if self.by_age:
             return _by_age(account, cls)
         worth = self._worths.table[cls * BINS]

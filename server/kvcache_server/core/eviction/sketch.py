@@ -1,4 +1,4 @@
-"""How often blocks were asked for that are not cached. Pure.
+"""How often blocks that are not cached were requested. Pure.
 
 A lookup's misses are counted together, by numpy: some 0.05 us per block, and 20 us per lookup.
 """
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from kvcache_server.core.index import OFTEN
 from kvcache_server.core.sampling import LotArray
 
-MOST = 3  # asks that are counted
+MOST = 3  # requests that are counted
 _MARK_BITS = 14  # of a lot, stored with the count
 _MARK = np.uint64((1 << _MARK_BITS) - 1)
 _HALF = np.uint64(32)
@@ -36,9 +36,9 @@ class Sketch:
 
     def ask(self, lots: LotArray, begins: Sequence[int]) -> list[int]:
         """Count requests for prompts, which begin at the positions `begins`, and return the class of each block: how
-        often it was asked for before, up to OFTEN.
+        often it was requested before, up to OFTEN.
 
-        Who asks for a block asks for those above it: each was asked for at least as often as those below it.
+        A request for a block includes those above it, so each was requested at least as often as those below it.
         """
         cells, at, marks = self._cells, self._at(lots), self._marks(lots)
         found = cells[at]
@@ -54,7 +54,7 @@ class Sketch:
         return classes
 
     def put(self, lots: LotArray, counts: Sequence[int]) -> None:
-        """Store how often each block was asked for: 0 to MOST."""
+        """Store how often each block was requested: 0 to MOST."""
         self._cells[self._at(lots)] = self._marks(lots) << 2 | np.array(counts, np.uint16)
 
     def _at(self, lots: LotArray) -> NDArray[np.uint64]:
@@ -68,7 +68,7 @@ class Sketch:
 def sampled(lots: LotArray, every: int) -> list[int]:
     """Return the positions of the lots that are in a sample of one in `every`, a power of two.
 
-    It uses other bits than a sketch does for its marks.
+    It uses other bits than the marks of a sketch.
     """
     chosen: list[int] = np.flatnonzero(lots >> np.uint64(_MARK_BITS) & np.uint64(every - 1) == 0).tolist()
     return chosen

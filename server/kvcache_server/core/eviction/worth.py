@@ -1,12 +1,12 @@
-"""What a cached block is worth, learned from how soon blocks were asked for again. Pure.
+"""What a cached block is worth, learned from how soon blocks were requested again. Pure.
 
-Blocks have three classes, by how often they were asked for: once, twice, more often. For each class and age,
-`Worths.table` has the hits per block and second that can be expected of keeping the block for the best possible time: a
-Gittins index. Its input is a hazard per class and bin of age, which is estimated as in a life table: blocks asked for
-again, of those at risk; blocks that were not asked for again yet are at risk up to their present age.
+Blocks have three classes, by how often they were requested: once, twice, more often. For each class and age,
+`Worths.table` has the expected hits per block and second if the block is kept for the best possible time: a Gittins
+index. Its input is a hazard per class and bin of age, estimated as in a life table: the blocks requested again as a
+fraction of those at risk; blocks not requested again yet are at risk up to their present age.
 
-A class or bin with little evidence is close to what is known about all classes, and that to a hazard of 0.3 / (1 + age)
-per second. With that alone, a block is worth less the older it is, as in LRU.
+A class or bin with little evidence is close to the estimate for all classes, and that to a hazard of 0.3 / (1 + age)
+per second. With that hazard only, a block is worth less the older it is, as in LRU.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from kvcache_server.core.index import CLASS_MASK, CLASSES, TICKS_PER_SECOND, Sha
 
 BINS = 44  # of age, two for each doubling: the last one begins after a month
 PRIOR_HAZARD = 0.3 * (math.sqrt(2) - 1)  # per bin: the same for all bins, because they widen with age
-PRIOR_BLOCKS = 20  # imaginary blocks per class and bin that behave as the more general estimate says
+PRIOR_BLOCKS = 20  # imaginary blocks per class and bin that behave as in the more general estimate
 MOST_COUNTED = 1 << 16  # outcomes; then all counts are halved
 FACTOR_PRIOR = 50  # expected and actual returns that every share starts with
 FACTOR_IGNORED = 2  # shares whose blocks return up to this much more or less often than others are treated alike
-FACTOR_ONE_OFF = 1 / 4  # shares with a lower factor are streams of prompts that nobody repeats
+FACTOR_ONE_OFF = 1 / 4  # shares with a lower factor are streams of prompts that no client repeats
 LIKELY = 0.5  # of the blocks
-ENOUGH = 50  # blocks that reached an age, to say how many return by then
+ENOUGH = 50  # blocks that must reach an age to tell how many return by then
 FACTOR_COUNTED = 1000  # expected returns of a share; then its counts are halved
 WIDTHS = [2 ** ((at + 1) / 2) - 2 ** (at / 2) for at in range(BINS)]  # seconds
 BIN_BEGINS = [math.ceil((2 ** (at / 2) - 1) * TICKS_PER_SECOND) for at in range(BINS)]  # ages in ticks
@@ -39,23 +39,23 @@ def bin_of(age: int) -> int:
 
 
 def one_off(share: Share, cls: int) -> bool:
-    """Whether a block of class `cls` is taken for one that nobody asks for again, and goes first even by age.
+    """Whether a block of class `cls` is taken for one that is not requested again, and is evicted first even by age.
 
-    An engine that reads a long stream would otherwise leave the others only their floors while age is the order.
+    An engine that reads a long stream would otherwise leave other engines only their floors while eviction is by age.
     """
     return cls == 0 and share.factor < FACTOR_ONE_OFF
 
 
 def likely(worths: Worths, share: Share) -> bool:
-    """Whether most blocks of a share that were asked for once will be asked for again.
+    """Whether most blocks of a share that were requested once will be requested again.
 
-    That is known of all shares together, and how far this one differs.
+    It follows from the figure for all shares together, and from how far this one differs.
     """
     return share.factor >= 1 and worths.returning * share.factor > LIKELY
 
 
 def gittins(hazards: Sequence[float]) -> list[float]:
-    """Return the worth of a block in each bin, from the probability that it is asked for again within each bin.
+    """Return the worth of a block in each bin, from the probability that it is requested again within each bin.
 
     It is the greatest ratio of expected hits to expected time until the hit, over all ages up to which the block could
     be kept. O(bins): a bin is joined with those after it as long as they are worth more.
@@ -75,8 +75,8 @@ def gittins(hazards: Sequence[float]) -> list[float]:
 
 
 class Refresh:
-    """What is left of `watched`, blocks whose outcome is open at tick `now`, each with its tick and its share; and how
-    many of the others there are per class and bin, and of those asked for once, per share and bin."""
+    """The rest of `watched`, blocks whose outcome is open at tick `now`, each with its tick and its share; and the
+    numbers of those counted already: per class and bin and, if requested once, per share and bin."""
 
     def __init__(self, watched: list[tuple[int, Share]], now: int) -> None:
         self.watched, self.now = watched, now
@@ -87,17 +87,18 @@ class Refresh:
 class Worths:
     """The evidence, and the table made from it. Lists have one entry per class and bin: `cls * BINS + bin`.
 
-    `returning` is the part of blocks asked for once that are asked for again, by the ages that were seen; at first 0.
+    `returning` is the fraction of blocks requested once that are requested again, by the ages that were seen; at first
+    0.
     """
 
     def __init__(self) -> None:
-        self.again = [0.0] * (CLASSES * BINS)  # blocks asked for again at that age
+        self.again = [0.0] * (CLASSES * BINS)  # blocks requested again at that age
         self.never = [0.0] * (CLASSES * BINS)  # blocks given up at that age
         self.counted = 0.0
         self._tabulate([0.0] * (CLASSES * BINS))
 
     def returned(self, tick: int, now: int, share: Share) -> None:
-        """Count a block of `share` that was asked for again."""
+        """Count a block of `share` that was requested again."""
         at = (tick & CLASS_MASK) * BINS + bin_of(now - tick)
         self.again[at] += 1
         self._count()
@@ -106,7 +107,7 @@ class Worths:
             self._expect(share, at)
 
     def given_up(self, tick: int, now: int, share: Share) -> None:
-        """Count a block of `share` that was not asked for again for so long that it is no longer watched."""
+        """Count a block of `share` that is no longer watched, because it was not requested again for too long."""
         at = (tick & CLASS_MASK) * BINS + bin_of(now - tick)
         self.never[at] += 1
         self._count()
@@ -165,7 +166,7 @@ class Worths:
                 self.returning = _returning(again, risk)
 
     def _at_risk(self, still: Sequence[float], cls: int) -> list[float]:
-        """Return how many blocks of the class reached each bin; those that are in it now count half."""
+        """Return the number of blocks of the class that reached each bin; those that are in it now count half."""
         risk, reached = [0.0] * BINS, 0.0
         for at in range(BINS - 1, -1, -1):
             here = cls * BINS + at
@@ -175,7 +176,7 @@ class Worths:
 
 
 def _returning(again: Sequence[float], risk: Sequence[float]) -> float:
-    """Return which part of the blocks is asked for again, up to the age that enough of them have reached."""
+    """Return the fraction of the blocks that is requested again, up to the age that enough of them have reached."""
     left = 1.0
     for back, those in zip(again, risk, strict=True):
         if those < ENOUGH:
@@ -185,7 +186,7 @@ def _returning(again: Sequence[float], risk: Sequence[float]) -> float:
 
 
 def _accumulate(hazards: Sequence[float]) -> list[float]:
-    """Return how many returns were to be expected of a block by the middle of each bin."""
+    """Return the expected number of returns of a block by the middle of each bin."""
     total, found = 0.0, []
     for hazard in hazards:
         found.append(total + hazard / 2)
@@ -194,9 +195,9 @@ def _accumulate(hazards: Sequence[float]) -> list[float]:
 
 
 def _factor(returned: float, expected: float) -> float:
-    """Return how much more a block of a share that was asked for once is worth than the table says.
+    """Return the factor by which a block of a share that was requested once is worth more than in the table.
 
-    Differences that chance could make are ignored: engines that share their prompts would evict each other's.
+    Differences that may be chance are ignored: engines that share their prompts would evict each other's blocks.
     """
     factor = (returned + FACTOR_PRIOR) / (expected + FACTOR_PRIOR)
     if factor < 1 / FACTOR_IGNORED:

@@ -1,4 +1,4 @@
-"""After a restart: reads the region's rows, and builds the cache again from what they say.
+"""After a restart: reads the region's rows, and rebuilds the cache from them.
 
-It never trusts a row: each is checked first. Importing a module of it imports numpy.
+No row is trusted: each is checked first. Importing a module of this package imports numpy.
 """

@@ -1,4 +1,4 @@
-"""Builds a cache from what snapshot.py has read: pages, index, and unfinished reservations. Pure."""
+"""Builds a cache from the result of snapshot.py: pages, index, and unfinished reservations. Pure."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Restoration:
         now: float,
         quarantine: float,
     ) -> None:
-        """`quarantine` is for how many seconds the slots of dead writers are not used."""
+        """`quarantine` is the time, in seconds, for which the slots of dead writers are not used."""
         self.old = snapshot  # of the previous daemon
         snapshot.tick = _continued(snapshot.tick, now)
         self._pool, self._registry, self._reservations, self._counters = pool, registry, reservations, counters
@@ -92,7 +92,7 @@ class Restoration:
     # Cached blocks.
 
     def _resume_pool(self) -> None:
-        """Give the pool the pages that no row claims, and close the rows of these."""
+        """Give the pool the pages that no row claims, and close their rows."""
         old, pages = self.old, self._pool.geometry.pages
         taken = old.state != FREE
         ends: Ints = np.zeros(pages + 1, np.int64)
@@ -221,7 +221,7 @@ class Restoration:
         reservation = self.reservations.get(number)
         engine = int(row["engine"])
         if reservation is not None and (reservation.namespace != namespace or self.reservers[number] != engine):
-            # Such rows only exist if a process wrote where it must not. The pages wait until its writers end.
+            # Such rows only exist if a process wrote where it must not. The pages wait until their writers end.
             number = self._reservations.last = self._reservations.last + 1
             reservation = None
         if reservation is None:
@@ -269,8 +269,8 @@ class Restoration:
 def _continued(ticks: Ints, now: float) -> Ints:
     """Return ticks of the previous daemon as this one continues them at `now`.
 
-    Those of older releases are only an order, and those from the future are of an engine that wrote where it must not,
-    or of a clock that has started again. Such blocks count as just used, in their order.
+    Those of older releases are only an order, and those from the future come from an engine that wrote where it must
+    not, or from a restarted clock. Such blocks count as just used, in their order.
     """
     end = FIRST_TICK + int(now * TICKS_PER_SECOND)
     found: Ints = (ticks & ~CLASS_MASK) | np.minimum(ticks & CLASS_MASK, OFTEN)

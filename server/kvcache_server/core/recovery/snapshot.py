@@ -1,8 +1,8 @@
 """Reads the previous daemon's cache from the region's rows, and the manifest that explains their numbers. Pure.
 
 A daemon may have been killed between any two stores, so each row is judged on its own. A row with a wrong checksum is
-FREE: no client was told about its block. READY blocks are restored with their parents and last use. A reservation
-continues if its writers live, because they will settle it; the shards of dead writers are dead.
+FREE: no client knows of its block. READY blocks are restored with their parents and last use. A reservation continues
+if its writers live, because they will settle it; the shards of dead writers are dead.
 
 There may be millions of rows, so numpy, or one pass of a loop, processes them. restore.py builds a cache from the
 result.
@@ -166,8 +166,8 @@ class Snapshot:
     def _follow_runs(self, whole: Bools, pages: Ints) -> Bools:
         """Find the runs of each block; return which of them have as many pages as they should.
 
-        Runs of the others are cut off where they have enough, or at the end of the region. No two blocks have the same
-        further run, and none has it twice.
+        Runs of the others are cut off where they have enough, or at the end of the region. A further run belongs to one
+        block only, and only once.
         """
         end = self.rows.geometry.pages
         self.pages = np.clip(self.pages, 1, np.where(pages > 0, np.minimum(pages, end - self.page), end - self.page))
@@ -188,7 +188,7 @@ class Snapshot:
         return good
 
     def _free_overlaps(self) -> None:
-        """Let no page have two blocks. They only do if a process wrote where it must not."""
+        """Free blocks that overlap. They only do if a process wrote where it must not."""
         taken: list[tuple[Ints, Ints]] = [(self.page[self.state != FREE], self.pages[self.state != FREE])]
         further = [run for position, runs in self.scattered.items() if self.state[position] != FREE for run in runs[1:]]
         taken.append((np.array([run[0] for run in further], np.int64), np.array([run[1] for run in further], np.int64)))
@@ -197,7 +197,7 @@ class Snapshot:
         if not (begins[order][:-1] + counts[order][:-1] > begins[order][1:]).any():
             return
         claimed = bytearray(self.rows.geometry.pages)
-        # What may still be written stays; of the others, the latest block.
+        # Blocks that may still be written stay; of the rest, the latest one.
         rank = np.lexsort((-self.row["generation"].astype(np.float64), self.state == READY))
         for position in rank.tolist():
             if self.state[position] == FREE:
@@ -218,7 +218,7 @@ class Snapshot:
                 claimed[page : page + count] = b"\1" * count
 
     def close_free_rows(self) -> None:
-        """Close all rows that are not in use, so that readers notice once their pages are given away."""
+        """Close all rows that are not in use, so that readers notice when their pages are given away."""
         rows = np.frombuffer(self.rows.buffer, _ROW, self.rows.geometry.pages, HEADER)
         free: Bools = (rows["generation"] > 0) & (rows["generation"] < FREED)
         free[self.page[self.state != FREE]] = False
@@ -274,7 +274,7 @@ class Snapshot:
         self.parent = parent
 
     def _above(self) -> tuple[Ints, Bools]:
-        """Return, by code, that of the group with the parents of its blocks, and whether that is another one.
+        """Return, by code, the code of the group with the parents of its blocks, and whether that is another group.
 
         The block of a tail has the same hash as its parent."""
         above, tail = np.arange(len(self.groups)), np.zeros(len(self.groups), np.bool_)
