@@ -1,7 +1,7 @@
-"""Answers messages: by the cache or by insight; at once, or in turn.
+"""Answers messages from the cache or from insight; at once, or in turn.
 
-Records are delivered before the reply is sent, so that no client knows more than the state file. No client waits for
-the followers of changes: these are delivered at the end of the turn, or before anyone asks insight.
+Records are delivered before the reply is sent, so that no client knows more than the state file. Changes are delivered
+to their followers at the end of the turn, or before a request to insight, so no client waits for them.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ log = logging.getLogger(__name__)
 
 ACQUIRE_SECONDS = (5e-6, 1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 0.02, 0.1)  # upper bounds of buckets
 UNANSWERED = (Release, Detach, Tell, Remark, Worked)
-HELD = 0.5  # seconds that a tier's request for work waits for some
+HELD = 0.5  # seconds for which a tier's request for work waits for a job
 
 
 class Answers:
@@ -69,7 +69,7 @@ class Answers:
         deliver: Callable[[], None],
         end_turn: Callable[[], None],
     ) -> None:
-        """`deliver()` delivers what the core has reported; `end_turn()` is called after each turn of work."""
+        """`deliver()` delivers the core's reports; `end_turn()` is called after each turn of work."""
         self.messages = 0
         self.errors: Counter[str] = Counter()
         self.drops: Counter[str] = Counter()
@@ -87,7 +87,7 @@ class Answers:
     def connect(
         self, request_socket: RequestSocket, operations: AdminOps, figures: Callable[[], dict[str, Any]]
     ) -> None:
-        """Set the parts that depend on this object themselves. `figures()` returns the daemon's own figures."""
+        """Set the parts that in turn depend on this object. `figures()` returns the daemon's own figures."""
         self._request_socket, self._operations, self._figures = request_socket, operations, figures
 
     def receive(self, sender: Connection, message: bytes | BadFrame) -> None:
@@ -158,7 +158,7 @@ class Answers:
         return self._cache.answer(session, request, now)
 
     def _hold(self, session: int, sender: Connection, frame: bytes, request: Work, now: float) -> None:
-        """Keep a tier's request for work until there is some, and answer an earlier one."""
+        """Keep a tier's request for work until there is a job, and answer an earlier request."""
         earlier = self._held.pop(session, None)
         self._held[session] = sender, frame, request, now
         if earlier is not None:
@@ -184,7 +184,7 @@ class Answers:
                 error = None  # as in _answer
 
     def forget(self, session: int) -> None:
-        """Drop what is held for a session that has left."""
+        """Drop the request held for a session that has left."""
         self._held.pop(session, None)
 
     # Replies.
@@ -199,7 +199,7 @@ class Answers:
         reply: Reply | None,
         error: Exception | None,
     ) -> None:
-        """Answer a request with the reply or the error. `now` is when the request came."""
+        """Answer a request with the reply or the error. `now` is the time at which the request came."""
         packed: bytes | None = None
         if self._cache.effects.records:
             self._deliver()
@@ -222,7 +222,7 @@ class Answers:
             self._looked_up(session, request, reply, frame, now)
 
     def _pack(self, session: int, request: Request | None, reply: Reply, now: float) -> bytes:
-        """Return the reply's frame; do the logging and counting that goes with the reply."""
+        """Return the reply's frame; do the logging and counting for it."""
         operations = self._operations
         if type(reply) is Acquired:
             self.acquire.add(time.monotonic() - now)
@@ -239,7 +239,7 @@ class Answers:
         return encode(reply)
 
     def _refusal(self, session: int, request: Request | None, error: Exception) -> bytes | None:
-        """Return the frame of the error reply. An internal error is also logged, and other sessions are still served.
+        """Return the frame of the error reply. An internal error is also logged; other sessions are still served.
 
         Returns None for an unknown token in a request that has no reply.
         """
@@ -257,14 +257,14 @@ class Answers:
         return encode(Error(number, BadToken.code, "no open session has this token: shake hands again"))
 
     def _looked_up(self, session: int, request: Acquire, reply: Acquired, frame: bytes, now: float) -> None:
-        self._deliver()  # its misses may be on blocks that are gone since the last turn
+        self._deliver()  # its misses may be of blocks removed since the last turn
         try:
             self._insight.looked_up(session, request, reply, frame, now, self._tiering.said)
         except Exception as error:  # noqa: BLE001 - as in _answer
             self.failed(0, error)
 
     def _undo(self, session: int, reply: Reply) -> None:
-        """Release what a dropped reply granted: otherwise it would be held until the end of the session."""
+        """Release the grants of a dropped reply: otherwise they would be held until the end of the session."""
         now = time.monotonic()
         if type(reply) is Acquired and reply.lease:
             self._cache.handle(session, Release(0, b"", [reply.lease]), now)

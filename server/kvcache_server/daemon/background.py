@@ -1,4 +1,4 @@
-"""What the daemon's loop does between requests: the sweeper's work, and long answers, one slice per turn."""
+"""The work of the daemon's loop between requests: the sweeper's, and long answers, one slice per turn."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvcache_server.slices import SLICE_SECONDS, Result, Steps, advance
 
 
 class Background:
-    """Does the work that the cache has put off, and that of `run`."""
+    """Does the deferred work of the cache, and the steps given to `run`."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""The limit on file descriptors, and how many the daemon may need."""
+"""The limit on file descriptors, and the number that the daemon may need."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def raise_limit() -> None:
 
 
 def needed(config: Config) -> int:
-    """Return the most descriptors that the daemon may need: two per session, one per other connection."""
+    """Return the maximum number of descriptors that the daemon may need: two per session, one per other connection."""
     crowds = handshake.MAX_HANDSHAKES + request_socket.UNBOUND
     crowds += subscribers.OPEN if config.events else 0
     crowds += connection_limiter.OPEN if config.http else 0

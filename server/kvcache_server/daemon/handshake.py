@@ -112,7 +112,7 @@ class Door:
         return self._listener.allows(peer)
 
     def _make_room(self, newcomer: DoorConnection) -> bool:
-        """Return whether `newcomer` may shake hands; if all places are taken, the user with the most loses one."""
+        """Return whether `newcomer` may shake hands; if there are too many, the user with the most loses one."""
         if len(self._handshaking) < MAX_HANDSHAKES:
             return True
         counts = Counter(connection.peer.uid for connection in self._handshaking)
@@ -145,7 +145,7 @@ class Door:
             self._leave(connection)
             return
         if connection.session:
-            # A session sends nothing here: the client has lost track of its frames.
+            # A session sends nothing here: this client has lost track of its frames.
             self._refuse(connection, BadFrame(f"{len(data)} bytes after the welcome"))
             return
         first = not connection.heard
@@ -213,8 +213,7 @@ class Door:
     def disconnect_soon(self, session: int) -> None:
         """Close the door connection of a session whose request connection has ended, unless the client closes it first.
 
-        The kernel closes the door of a killed process. Its session file, closed next, shows that nothing writes any
-        more.
+        The kernel closes the door of a killed process. Its session file, closed next, shows that it no longer writes.
         """
         for connection in self._connections_of(session):
             self._loop.call_later(LEAVE_SECONDS, self._disconnect_if_open, connection)

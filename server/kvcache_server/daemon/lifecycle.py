@@ -26,10 +26,10 @@ log = logging.getLogger(__name__)
 def serve(config: Config, read: Callable[[], Config], fresh: bool = False, progress: Progress | None = None) -> None:
     """Run the daemon: lock the endpoint, find or create the region, open the sockets, serve until stopped.
 
-    `read()` returns the current configuration, for SIGHUP; `fresh` discards what the previous daemon left. The caller
-    has blocked SIGNALS. Raises ConfigError, EndpointTaken, RegionError or NotPermitted if it cannot start.
+    `read()` returns the current configuration, for SIGHUP; `fresh` discards the state left by the previous daemon. The
+    caller has blocked SIGNALS. Raises ConfigError, EndpointTaken, RegionError or NotPermitted if it cannot start.
     """
-    faulthandler.enable()  # a watchdog ends a hanging loop with SIGABRT: log where it hung
+    faulthandler.enable()  # a watchdog ends a hanging loop with SIGABRT: log the place
     descriptor_limit.raise_limit()
     descriptor_limit.warn_if_few(config)
     manager = ServiceManager(os.environ)
@@ -78,7 +78,8 @@ def _serve(
 
 
 def _until_told_to_stop(progress: Progress) -> Progress:
-    """Return `progress`, which also ends the start if a stop signal is pending: only where nothing is half done."""
+    """Return `progress` that also ends the start if a stop signal is pending; it is only called when nothing is half
+    done."""
 
     def check(done: int, total: int) -> None:
         if signals.stop_is_pending():

@@ -37,10 +37,10 @@ class Reload:
         self._tiers = tiers
 
     def read_again(self) -> None:
-        """Apply what has changed, and log one line with what was applied and what needs a restart.
+        """Apply changed settings, and log one line with those applied and those that need a restart.
 
         An invalid configuration changes nothing. If applying the allowed users fails, nothing else is changed. The line
-        says why, and the next reload tries everything again.
+        has the reason, and the next reload tries everything again.
         """
         try:
             wanted = self._read()

@@ -23,7 +23,7 @@ from kvcache_server.transport.sockets import Listener, Peer, SocketFile, choose_
 from kvcache_server.transport.zmtp import CutOff, header
 
 READ_BYTES = 256 << 10
-LAST_READS = 8  # of what an ending session has sent: more than the kernel's buffer contains
+LAST_READS = 8  # of the data that an ending session has sent: more than the kernel's buffer contains
 MOST_UNREAD_BYTES = 8 << 20  # of unread replies; further ones are dropped
 HELD_BYTES = 64 << 20  # incomplete frames of all connections together
 UNBOUND = 64  # connections without a token
@@ -39,11 +39,11 @@ class Connection(ZmtpConnection):
         self.peer = peer
         self.session = 0
         self.held = 0  # bytes of an incomplete frame that the socket has counted
-        self.ends: list[Callable[[], object]] = []  # called once all that it has sent is answered
-        self.reads = 0  # how many more reads `ends` may take
+        self.ends: list[Callable[[], object]] = []  # called once all its messages are answered
+        self.reads = 0  # number of further reads that `ends` may take
 
     def send(self, message: bytes) -> str:
-        """Send a reply. Return "", or the reason why it was dropped: peer_gone, peer_slow."""
+        """Send a reply. Return "", or the reason that it was dropped: peer_gone, peer_slow."""
         transport = self._transport
         if transport is None:
             return "peer_gone"
@@ -62,7 +62,7 @@ class Connection(ZmtpConnection):
         return not self.paused or bool(self.ends)
 
     def rest(self) -> bytes:
-        """Read more of what the peer has sent: at most READ_BYTES, and at most LAST_READS times."""
+        """Read more data from the peer: at most READ_BYTES, and at most LAST_READS times."""
         self.reads -= 1
         if self._transport is None or self.reads < 0:
             return b""
@@ -105,7 +105,7 @@ class RequestSocket(ZmtpServer[Connection]):
         self._listener.allow_users(uids, gids)
 
     def figures(self) -> dict[str, int | dict[str, int]]:
-        """Return the number of connections, and how many were terminated, by reason."""
+        """Return the number of connections, and of those terminated, by reason."""
         return {"open": len(self._bound) + len(self._unbound), "unbound": len(self._unbound), "cut": dict(self.cuts)}
 
     def close(self) -> None:
@@ -171,7 +171,8 @@ class RequestSocket(ZmtpServer[Connection]):
     # Messages.
 
     def drain(self, session: int, then: Callable[[], object]) -> None:
-        """Answer all that the session has sent so far, in turn with the others; then call `then`, now or later."""
+        """Answer all messages that the session has sent so far, in turn with other sessions; then call `then`, now or
+        later."""
         connection = self._bound.get(session)
         if connection is None:
             then()
@@ -236,7 +237,7 @@ class RequestSocket(ZmtpServer[Connection]):
         return False
 
     def limit_of(self, routing_id: bytes) -> int:
-        """Return the bytes of the longest frame that a peer with this routing id may send at first."""
+        """Return the size in bytes of the longest frame that a peer with this routing id may send at first."""
         return MAX_FRAME if token_of(routing_id) in self._tokens else MAX_DOOR_FRAME
 
     def _show_token(self, connection: Connection) -> None:

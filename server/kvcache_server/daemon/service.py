@@ -79,8 +79,8 @@ class Service:
             )
         )
         self._lost = ""  # the path of a socket whose file was removed
-        self._failure: KVCacheError | None = None  # why it cannot go on
-        self._reported_at = 0.0  # when a line about the region's memory was logged last
+        self._failure: KVCacheError | None = None  # the reason that it cannot go on
+        self._reported_at = 0.0  # time of the last log line about the region's memory
         self._started, self._started_at = time.monotonic(), time.time()
         self._http: HttpApp | None = None
         self._publisher: Publisher | None = None
@@ -89,7 +89,7 @@ class Service:
             undo.callback(self._loop.close)
             if config.http:
                 from kvcache_server.http.app import (
-                    HttpApp,  # aiohttp takes memory that a daemon without it has a use for
+                    HttpApp,  # aiohttp takes memory that a daemon without it can use
                 )
 
                 self._http = HttpApp(self._loop, config, self._admin_ops, self._answers.failed)
@@ -229,7 +229,7 @@ class Service:
         return f"{format_size(cache.used)} of {format_size(cache.capacity)} used, {made}{sessions}"
 
     def _deliver(self) -> None:
-        """Deliver what the core has reported: first to the state file, then to the followers of changes.
+        """Deliver the core's reports: first to the state file, then to the followers of changes.
 
         An internal error of a follower is logged; clients are still answered.
         """
@@ -244,7 +244,8 @@ class Service:
                     self._answers.failed(0, error)
 
     def _end_turn(self) -> None:
-        """Deliver what is left after the replies of one turn of the loop, offer tiers work, and publish KV events."""
+        """Deliver the remaining reports after the replies of one turn of the loop, offer tiers work, and publish KV
+        events."""
         self._deliver()
         self._background.schedule()
         self._answers.offer_work()
@@ -263,7 +264,7 @@ class Service:
             self._end_turn()
 
     def _connection_lost(self, session: int) -> None:
-        """End the session: it is unknown which of the last replies its client has read."""
+        """End the session: its client may not have read the last replies."""
         self._door.disconnect_soon(session)
 
     def _leave(self, session: int) -> None:
@@ -309,7 +310,7 @@ class Service:
                 self._loop.stop()
 
     def _look_after_tiers(self) -> None:
-        """End the processes of tiers that hang, and expect nothing of those that have ended."""
+        """End the processes of tiers that hang, and no longer wait for those that have ended."""
         for each in self._tier_processes.report():
             if each["ended"]:
                 self._tiering.expect_no_more(str(each["name"]))
@@ -317,7 +318,7 @@ class Service:
             self._tier_processes.kill(name, "has asked for no work, or ended none, for too long")
 
     def _summarise(self) -> None:
-        """Log one line about what happened since the last one, if anything."""
+        """Log one line about the events since the last one, if any."""
         self._loop.call_later(SUMMARY, self._summarise)
         self._manager.status(self._state())
         self._admin_ops.summarise(self._answers.messages, len(self._sessions))

@@ -47,7 +47,7 @@ class SessionRegistry:
         return len(self._names)
 
     def refused(self, session: int, error: KVCacheError) -> None:
-        """Log why a session may not attach a namespace, once per session."""
+        """Log the reason that a session may not attach a namespace, once per session."""
         if session not in self._refused:
             self._refused.add(session)
             log.warning(
@@ -71,7 +71,7 @@ class SessionRegistry:
             self._cache.resume_session(session, hello.label, now, peer.uid)
             del self._disconnected[session]
         else:
-            # Only of root or the daemon's own user: any client may use this engine id.
+            # Only for root or the daemon's own user: any client may use this engine id.
             is_operator = hello.engine == OPERATOR and peer.uid in (0, os.geteuid())
             session = self._cache.open_session(hello.engine, hello.label, now, peer.uid, is_operator)
         token = secrets.token_bytes(16)
@@ -123,7 +123,7 @@ class SessionRegistry:
         )
 
     def sweep(self) -> None:
-        """Check the disconnected sessions, at most LOOKS, those first that were checked longest ago."""
+        """Check at most LOOKS of the disconnected sessions, those checked longest ago first."""
         for session in list(islice(self._disconnected, LOOKS)):
             self.look_after(session)
 
@@ -145,7 +145,7 @@ class SessionRegistry:
 
     @staticmethod
     def _level(name: str) -> int:
-        """Commands are logged at debug level: a monitor that reads the status each second should not fill the log."""
+        """Commands are logged at debug level: a monitor that reads the status every second should not fill the log."""
         return logging.DEBUG if name.startswith(f"engine {OPERATOR} ") else logging.INFO
 
 

@@ -26,12 +26,12 @@ class SlowQueue:
         """`answer(sender, frame)` answers a request; it may call `go_on`."""
         self._loop, self._answer = loop, answer
         self._duty_cycle = DutyCycle(SHARE)
-        self._waiting: dict[int, tuple[Any, bytes]] = {}  # if there are steps, they are the first one's
+        self._waiting: dict[int, tuple[Any, bytes]] = {}  # any steps are those of the first one
         self._steps: Steps[Any] | None = None
         self._done: Callable[[Any, Exception | None], object]
 
     def add(self, session: int, sender: Any, frame: bytes) -> None:
-        """Add a request. Raises Unavailable, and adds nothing, if one of the session is waiting already."""
+        """Add a request. Raises Unavailable, and adds nothing, if one of the same session is waiting already."""
         if session in self._waiting:
             raise Unavailable("an earlier request of this session is still waiting: wait for its reply first")
         self._waiting[session] = sender, frame

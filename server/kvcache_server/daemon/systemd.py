@@ -1,7 +1,7 @@
 """Reports readiness, status and watchdog keep-alives to the service manager, as sd_notify(3) describes.
 
-Without NOTIFY_SOCKET, every call does nothing. The libraries for it send one datagram and stop there: none keeps a
-notification for which the manager's queue has no room, to send it later without blocking the loop.
+Without NOTIFY_SOCKET, every call does nothing. The libraries for it only send one datagram: if the manager's queue is
+full, none keeps the notification to send it later without blocking the loop.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kvcache_server.storage.region_file import Progress
 log = logging.getLogger(__name__)
 
 STEP = 1.0  # seconds between two notifications while the region is being prepared
-MORE_TIME = 60.0  # seconds by which each of them, and the one at the end, extends the timeout
+MORE_TIME = 60.0  # seconds by which each notification, and the final one, extends the timeout
 _UNSENT = 16
 
 
@@ -87,7 +87,7 @@ class ServiceManager:
             self.notify(f"STATUS={status}")
 
     def tick(self, now: float) -> None:
-        """Keep the watchdog from firing, when it is time. Call it only from the loop: if that hangs, it shall fire."""
+        """Notify the watchdog when due. Call it only from the loop: if that hangs, the watchdog must fire."""
         if self._unsent:
             self._send()
         elif self._keep_alive_every and now - self._kept_alive >= self._keep_alive_every:

@@ -1,6 +1,6 @@
-"""The tiers that the daemon itself runs: each is a process, which is started again when it ends, and ended if it hangs.
+"""The tiers that the daemon itself runs: each is a process, which is restarted when it ends, and ended if it hangs.
 
-One thread for each waits for its process and logs what it writes. A tier's URL is not among its process's arguments,
+One thread per tier waits for its process and logs its output. A tier's URL is not among the arguments of its process,
 which every user of the host can read.
 """
 
@@ -19,12 +19,12 @@ from kvcache_server.config import TierSettings
 
 log = logging.getLogger(__name__)
 
-FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0  # seconds before it is started again: twice as long each time
+FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0  # seconds before it is restarted: twice as long each time
 STEADY = 60.0  # seconds after which the next pause is a short one
 NEVER_AGAIN = {2: "its URL or settings are wrong", 6: "it has no permission"}
-LINE = 4096  # bytes of its output that are one line of the log
+LINE = 4096  # longest line of its output in the log, in bytes
 _LEVELS = {"WARNING": logging.WARNING, "ERROR": logging.ERROR}
-_OURS = ("NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID", "LISTEN_FDS", "LISTEN_PID")  # systemd's, of the daemon
+_OURS = ("NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID", "LISTEN_FDS", "LISTEN_PID")  # set by systemd for the daemon
 
 
 class TierProcesses:
@@ -53,7 +53,7 @@ class TierProcesses:
         self.apply(())
 
     def report(self) -> list[dict[str, object]]:
-        """Return for `status` which ones there are, how often each was started, and why one is not running."""
+        """Return, for `status`, the processes, how often each was started, and the reason if one is not running."""
         return [runner.report() for runner in self._running.values()]
 
 
@@ -104,7 +104,8 @@ class _Runner:
             pause = min(2 * pause, LONGEST_PAUSE)
 
     def _run_once(self) -> int:
-        """Start the process, and wait for its end. Its standard input ends with the daemon, and it with that."""
+        """Start the process, and wait for its end. Its standard input ends with the daemon, and the process with its
+        input."""
         pipe = subprocess.PIPE
         process = subprocess.Popen(
             self._command, stdin=pipe, stdout=pipe, stderr=subprocess.STDOUT, env=self._environ, start_new_session=True
@@ -112,11 +113,11 @@ class _Runner:
         self._process = process
         self._starts += 1
         self._ended = ""
-        if self._stopping.is_set():  # it was, before there was a process to end
+        if self._stopping.is_set():  # set before there was a process to end
             process.terminate()
         with process:
             assert process.stdout is not None
-            with contextlib.suppress(ValueError):  # of a closed pipe
+            with contextlib.suppress(ValueError):  # the pipe is closed
                 while line := process.stdout.readline(LINE):
                     self._relay(line)
             return process.wait()

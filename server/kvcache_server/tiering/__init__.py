@@ -1,1 +1,1 @@
-"""What the tiers below the region are asked for, and what they are given to store. Pure: a tier is a session."""
+"""Requests to the tiers below the region: to look up, bring and store blocks. Pure: a tier is a session."""

@@ -1,4 +1,4 @@
-"""What a tier brings into the region. Pure."""
+"""The blocks that a tier brings into the region. Pure."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from kvcache_server.core.limits import LOOK
 from kvcache_server.tiering.looks import Looking, leading
 
 MOST_COMING = 1 << 16  # blocks to bring
-FIRST_RATE = 1e9  # bytes per second, until the first ones were measured
-FIRST_SECONDS = 0.05  # what FIRST_RATE counts as having been measured for
-RATE_SECONDS = 0.5  # of bringing that the rate is an average of, or half as many
+FIRST_RATE = 1e9  # bytes per second, until the rate has been measured
+FIRST_SECONDS = 0.05  # the measuring time that FIRST_RATE counts for
+RATE_SECONDS = 0.5  # the rate is the average over the last RATE_SECONDS of bringing, or half of that
 
 
 class Fetch:
-    """Blocks of a chain that a tier has and that are brought into the region, in parts.
+    """Blocks of a chain that a tier has and brings into the region, in parts.
 
     `due` is when the last one is expected.
     """
@@ -31,7 +31,7 @@ class Fetch:
         self.engine, self.group, self.parent = looking.engine, looking.group, looking.parent
         self.hashes, self.inquiry = hashes, looking.inquiry
         self.due = now + seconds
-        self.sent = 0  # hashes of which parts were made
+        self.sent = 0  # hashes already in parts
 
 
 class Part(msgspec.Struct, gc=False):
@@ -48,19 +48,19 @@ class Part(msgspec.Struct, gc=False):
 
 
 class Fetches:
-    """What one tier brings.
+    """The blocks that one tier brings.
 
     Attributes:
-        coming: what brings a block, by hash and tag.
-        parts: those that it was sent, by number.
-        backlog, in_flight: bytes to bring, and of those the ones in parts.
+        coming: the fetch that brings a block, by hash and tag.
+        parts: the parts sent to it, by number.
+        backlog, in_flight: bytes to bring, and those of them in parts.
     """
 
     def __init__(self, counts: Counter[str], lacks: Callable[[bytes, float], None]) -> None:
-        """`lacks(tagged, now)` is called for a block that does not come, although the tier has said that it has it."""
+        """`lacks(tagged, now)` is called for a block that does not come, although the tier has reported it."""
         self._counts, self._lacks = counts, lacks
         self._moved, self._busy = FIRST_RATE * FIRST_SECONDS, FIRST_SECONDS  # bytes brought and seconds, fading
-        self._queues: OrderedDict[str, deque[Fetch]] = OrderedDict()  # by engine; the next one's first
+        self._queues: OrderedDict[str, deque[Fetch]] = OrderedDict()  # by engine, the next engine first
         self.coming: dict[bytes, Fetch] = {}
         self.parts: dict[int, Part] = {}
         self.backlog = self.in_flight = 0
@@ -73,18 +73,18 @@ class Fetches:
 
     @property
     def rate(self) -> float:
-        """Bytes per second, of late."""
+        """Recent rate in bytes per second."""
         return self._moved / max(self._busy, 1e-6)
 
     def coming_after(self, group: Group, hashes: Sequence[bytes], begin: int) -> int:
-        """Return before which block the tier stops that is bringing block `begin`; O(LOOK)."""
+        """Return the end of the blocks without a gap that are coming, from block `begin` on; O(LOOK)."""
         end, most = begin + 1, min(len(hashes), begin + LOOK)
         while end < most and hashes[end] + group.tag in self.coming:
             end += 1
         return end
 
     def fetch(self, looking: Looking, hashes: list[bytes], now: float) -> Fetch | None:
-        """Have blocks brought that the tier has, unless it does not keep up."""
+        """Bring blocks that the tier has; return None if it does not keep up."""
         if len(self.coming) + len(hashes) > MOST_COMING:
             self._counts["blocks_not_brought"] += len(hashes)
             looking.inquiry.lost += len(hashes)
@@ -92,12 +92,12 @@ class Fetches:
         self.backlog += len(hashes) * looking.group.allocated_bytes
         fetch = Fetch(looking, hashes, now, self.backlog / self.rate)
         for name in hashes:
-            self.coming.setdefault(name + looking.group.tag, fetch)  # what comes already comes first
+            self.coming.setdefault(name + looking.group.tag, fetch)  # an earlier fetch comes first
         self._queues.setdefault(looking.engine, deque()).append(fetch)
         return fetch
 
     def next_part(self, most: int, now: float) -> Part | None:
-        """Return the next part to bring, of at most `most` bytes, of engines in turn."""
+        """Return the next part to bring, of at most `most` bytes; engines take turns."""
         while self._queues:
             engine, queue = next(iter(self._queues.items()))
             fetch = queue[0]
@@ -115,7 +115,7 @@ class Fetches:
         return None
 
     def brought(self, number: int, flags: bytes, now: float) -> bool:
-        """Note which blocks of a part are cached. Return whether there is such a part."""
+        """Note which blocks of a part are cached. Return False if there is no such part."""
         part = self.parts.pop(number, None)
         if part is None:
             return False
@@ -133,7 +133,7 @@ class Fetches:
             self._give_up(fetch)
             self._lacks(fetch.hashes[part.begin + blocks] + fetch.group.tag, now)
         else:
-            # Parts run beside each other, and end in bursts: only the sums say how fast they come.
+            # Parts run concurrently, and end in bursts: only sums show the rate.
             self._moved += size
             self._busy += now - max(part.at, self._brought_at)
             if self._busy > RATE_SECONDS:
@@ -153,7 +153,7 @@ class Fetches:
         fetch.sent = len(fetch.hashes)
 
     def _came(self, fetch: Fetch, begin: int, end: int) -> None:
-        """Note that some blocks of a fetch are not on their way any more."""
+        """Note that some blocks of a fetch are no longer on their way."""
         for name in fetch.hashes[begin:end]:
             if self.coming.get(tagged := name + fetch.group.tag) is fetch:
                 del self.coming[tagged]

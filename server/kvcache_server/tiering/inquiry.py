@@ -1,4 +1,4 @@
-"""What tiers said of the blocks that a lookup missed, for those who ask why it had few hits. Pure."""
+"""The reports of tiers about the blocks that a lookup missed, to explain why it had few hits. Pure."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import msgspec
 
 
 class Inquiry(msgspec.Struct, gc=False):
-    """A question which blocks of a chain a tier has, and what has become of it. Times are in seconds.
+    """A question to a tier for the blocks of a chain that it has, and the outcome. Times are in seconds.
 
-    It is `answered` once the tier has said that it has the first `found` blocks of those `asked` for, and no others.
-    Of these, `brought` ones are in the region, and `lost` ones will not come; the last change was `at`. `off` says why
-    the tier was turned off before that; `writes_off`, why it could not be written to when it answered. `then` is what
-    the next tier was asked of the others.
+    It is `answered` once the tier has reported that it has only the first `found` of the `asked` blocks. Of these,
+    `brought` ones are in the region, and `lost` ones will not come; the last change was `at`. `off` is the reason that
+    the tier was turned off before that; `writes_off`, that it could not be written to when it answered. `then` is the
+    inquiry to the next tier for the remaining blocks.
     """
 
     tier: str = ""
@@ -30,7 +30,7 @@ class Inquiry(msgspec.Struct, gc=False):
 
 
 class Said(msgspec.Struct, gc=False, frozen=True):
-    """What a tier said of `blocks` blocks of a lookup, from number `first` on, or was about to say: see `inquiry`."""
+    """A tier's report about `blocks` blocks of a lookup, from number `first` on; or, if still open, see `inquiry`."""
 
     tier: str
     cause: str  # as long as the inquiry has no result: a key of TIERS in commands/why.py
@@ -50,7 +50,7 @@ class Said(msgspec.Struct, gc=False, frozen=True):
 
 
 def absent(writes_off: str) -> str:
-    """Return the cause for blocks that a tier does not have, which cannot be written to if `writes_off` says why."""
+    """Return the cause for blocks that a tier does not have; `writes_off` is the reason if it cannot be written to."""
     return "not_written" if writes_off else "absent"
 
 

@@ -1,4 +1,4 @@
-"""What a tier is asked: which blocks it has. Pure."""
+"""The questions to a tier: which blocks it has. Pure."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ import msgspec
 from kvcache_server.core.index import Group
 from kvcache_server.tiering.inquiry import Inquiry
 
-ABSENT_FOR = 5.0  # seconds for which a tier is not asked again for what it did not have: other hosts may store it
-MOST_ABSENT = 1 << 16  # blocks of which that is remembered
-MOST_LOOKS = 256  # without an answer; a tier that does not keep up is not asked for more
+ABSENT_FOR = 5.0  # seconds until a tier is asked again for a block that it lacked: other hosts may store it
+MOST_ABSENT = 1 << 16  # blocks for which that is remembered
+MOST_LOOKS = 256  # questions without an answer; a tier that does not keep up is asked no more
 MOST_LOOKED_UP = 1 << 16  # blocks in them
-FIRST_LATENCY = 0.005  # seconds, until the first one was measured
+FIRST_LATENCY = 0.005  # seconds, until it has been measured
 LEAST_ETA = 0.001  # seconds
-PUT_OFF = 4  # what is late by some time is expected after so small a part of that
+PUT_OFF = 4  # a block that is late is expected after its lateness divided by this
 _SMOOTH = 0.2  # the weight of a new measurement
 
 
 class Looking(msgspec.Struct, gc=False):
-    """A question to a tier: which of these it has. `at` is when it was asked, in seconds."""
+    """A question to a tier: which of these blocks it has. `at` is the time of the question, in seconds."""
 
     engine: str
     group: Group
@@ -34,15 +34,15 @@ class Looking(msgspec.Struct, gc=False):
 
     @property
     def name(self) -> bytes:
-        """By what it is known that this was asked: a hash and a tag."""
+        """The key of the question: a hash and a tag."""
         return self.joint.name if self.joint is not None else self.hashes[0] + self.group.tag
 
 
 class Joint(msgspec.Struct, gc=False):
     """The questions of one lookup in a namespace with tails, one per group: where could the engine continue?
 
-    It has the first `start` blocks itself. `name` is the last hash, with the first group's tag. `found` has what the
-    tier has, with the groups' tags; `left` questions are not answered yet.
+    It has the first `start` blocks itself. `name` is the last hash, with the first group's tag. `found` has the hashes
+    that the tier has, with the groups' tags; `left` questions are not answered yet.
     """
 
     name: bytes
@@ -57,10 +57,10 @@ class Looks:
     """The questions to one tier.
 
     Attributes:
-        waiting: those that it has not been sent.
-        sent: those that it has, by number.
-        asked: both, by name.
-        latency: seconds until it answers, of late.
+        waiting: those not sent yet.
+        sent: those sent and not answered, by number.
+        asked: both of these, by name.
+        latency: recent seconds until it answers.
     """
 
     def __init__(self, tier: str, counts: Counter[str]) -> None:
@@ -77,13 +77,14 @@ class Looks:
         return len(self.waiting) + len(self.sent)
 
     def is_absent(self, tagged: bytes, now: float) -> bool:
-        """Whether the tier has said, not long ago, that it does not have a block."""
+        """Whether the tier has recently reported that it does not have a block."""
         return self._absent.get(tagged, 0.0) > now
 
     def answers_in(self, tagged: bytes, now: float) -> float | None:
-        """Return in how many seconds the tier should say whether it has a block; None if it has said that it has not.
+        """Return the seconds until the tier should report whether it has a block; None if it has reported that it has
+        not.
 
-        It may have too many questions to be asked now: then it is asked later.
+        If it has too many questions now, it is asked later.
         """
         if self.is_absent(tagged, now):
             return None
@@ -91,7 +92,7 @@ class Looks:
         return eta((now if asked is None else asked.at) + 2 * self.latency, now)
 
     def ask(self, looking: Looking) -> bool:
-        """Ask for blocks of which the tier knows nothing yet; return whether it is not asked for too much already."""
+        """Ask for blocks about which the tier was not asked yet; return False if too many questions are open."""
         blocks = len(looking.hashes)
         if len(self) >= MOST_LOOKS or self._blocks + blocks > MOST_LOOKED_UP:
             self._counts["looks_dropped"] += 1
@@ -104,7 +105,7 @@ class Looks:
         return True
 
     def ask_jointly(self, joint: Joint, engine: str, parts: Sequence[tuple[Group, list[bytes]]], now: float) -> None:
-        """Ask what a lookup in a namespace with tails needs, of each group what it lacks."""
+        """Ask for the blocks that a lookup in a namespace with tails needs and each group lacks."""
         blocks = sum(len(hashes) for _, hashes in parts)
         if len(self) + len(parts) > MOST_LOOKS or self._blocks + blocks > MOST_LOOKED_UP:
             self._counts["looks_dropped"] += 1
@@ -114,7 +115,7 @@ class Looks:
             self.ask(Looking(engine, group, None, hashes, now, joint=joint))
 
     def forget(self, looking: Looking) -> None:
-        """Note that a question, which waits no more, has an answer or needs none."""
+        """Note that a question, no longer waiting, has an answer or needs none."""
         self._blocks -= len(looking.hashes)
         if looking.joint is not None:
             looking.joint.left -= 1
@@ -122,8 +123,8 @@ class Looks:
             del self.asked[looking.name]
 
     def answer(self, number: int, flags: bytes, now: float) -> tuple[Looking, int] | None:
-        """Take an answer. Return the question, and how many blocks are there before the first that is not; 0 if it is
-        part of a joint one, and None for an unknown number."""
+        """Take an answer. Return the question, and the number of blocks before the first missing one; 0 if it is part
+        of a joint one, and None for an unknown number."""
         looking = self.sent.pop(number, None)
         if looking is None:
             return None
@@ -143,14 +144,14 @@ class Looks:
         return looking, blocks
 
     def lacks(self, tagged: bytes, now: float) -> None:
-        """Do not ask for this for a while."""
+        """Do not ask for this block for a while."""
         if len(self._absent) >= MOST_ABSENT:
             for each in list(islice(self._absent, MOST_ABSENT // 2)):
                 del self._absent[each]
         self._absent[tagged] = now + ABSENT_FOR
 
     def has_now(self, tagged: bytes) -> None:
-        """Note that the tier has got a block."""
+        """Note that the tier now has a block."""
         self._absent.pop(tagged, None)
 
     def clear(self, why: str) -> None:
@@ -163,12 +164,12 @@ class Looks:
 
 
 def eta(due: float, now: float) -> float:
-    """Return in how many seconds to ask again for what is expected at `due`: if it is late, again and again, ever more
-    rarely. How long to wait is up to who waits."""
+    """Return the seconds after which to ask again for blocks expected at `due`: if they are late, ever more rarely. How
+    long to wait in all is up to the caller."""
     return max(due - now, (now - due) / PUT_OFF, LEAST_ETA)
 
 
 def leading(flags: bytes, most: int) -> int:
-    """Return how many blocks are there before the first one that is not."""
+    """Return the number of blocks before the first missing one."""
     end = flags.find(0)
     return min(len(flags) if end < 0 else end, most)

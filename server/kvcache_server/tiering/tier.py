@@ -1,4 +1,4 @@
-"""One tier, as the daemon sees it: what it was asked for, what it brings, and what it stores. Pure."""
+"""One tier, as the daemon sees it: its open questions, and the blocks that it brings and stores. Pure."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from kvcache_server.tiering.writes import MOST_WRITES, Writes
 
 class Tier:
     """Attributes:
-    name: what metrics call it.
-    off: why it gets no jobs; "" while it does.
-    writes_off: why it gets nothing to write, though it may be read; "" while it does.
-    removals_off: why wrong values stay in its store.
-    counts: what happened, by name.
-    asked_at, heard_at: when it last asked for work, and when it last reported some.
+    name: its name in metrics.
+    off: the reason that it gets no jobs; "" while it does.
+    writes_off: the reason that it gets nothing to write, though it may be read; "" while it does.
+    removals_off: the reason that wrong values stay in its store.
+    counts: event counts, by name.
+    asked_at, heard_at: when it last asked for work, and when it last reported work done.
     looked_ahead_at, next_ahead: when blocks that are about to be evicted were last looked for, and the number of the
         account at which the next look begins.
     """
@@ -44,12 +44,12 @@ class Tier:
 
     @property
     def works(self) -> bool:
-        """Whether it has jobs of which it has not reported the end."""
+        """Whether it has jobs whose end it has not reported."""
         return bool(self.looks.sent or self.fetches.parts or self.writes.writing)
 
     @property
     def active_at(self) -> float:
-        """Return when the tier was seen to do what it has to."""
+        """Return when the tier was last seen to do its work."""
         return min(self.asked_at, self.heard_at) if self.works else self.asked_at
 
     def knows(self, group: Group, name: bytes, now: float) -> bool:
@@ -73,7 +73,7 @@ class Tier:
         return answer
 
     def turn_off(self, why: str) -> list[int]:
-        """Drop all that was asked of it. Return its leases, which the caller ends."""
+        """Drop all its jobs. Return its leases, which the caller ends."""
         self.off = why
         self.looks.clear(why)
         self.fetches.clear(why)

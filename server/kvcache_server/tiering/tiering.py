@@ -1,9 +1,9 @@
-"""All tiers of one cache: lookups tell it what they miss and find, and tiers' sessions ask it for work. Pure.
+"""All tiers of one cache: lookups report misses and hits to it, and tiers' sessions ask it for work. Pure.
 
     a lookup misses -> Look -> the tier has the first blocks -> Bring, part after part -> the tier reserves and settles
     a block is found again, or stored -> WriteOut under a lease -> the tier has it
 
-A tier's reservations are like everybody's. What it has not brought when it leaves is not brought.
+A tier's reservations are like those of other sessions. Blocks that it has not brought when it leaves are not brought.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from kvcache_server.tiering.looks import Joint, Looking, eta
 from kvcache_server.tiering.tier import Tier
 from kvcache_server.tiering.writes import Writing
 
-SHARE = 20  # of the pool, one part may be on its way from a tier, and one to it
+SHARE = 20  # a part in SHARE of the pool may be on its way from a tier, and another to it
 MOST_TIERS = 8
 MOST_NAMES = 64  # of tiers, whose counts go on
-HANGING = 60.0  # seconds without a request, of which there are two a second, or without a report of all jobs
-STARTING, STARTING_ETA = 20.0, 0.05  # seconds for which a tier may start, and until a lookup is to be repeated then
+HANGING = 60.0  # seconds without a request, normally two per second, or without a report of all jobs
+STARTING, STARTING_ETA = 20.0, 0.05  # seconds that a tier may take to start, and until a lookup is repeated meanwhile
 MOST_JOBS = 64  # looks in one answer
 MOST_WRITES = 2048  # blocks in one answer, or looked at for it
 MOST_BLOCKS_OUT = 8192  # being written to one tier
-LONGEST = 1 << 14  # blocks of a look; the others are asked for once those are hits
+LONGEST = 1 << 14  # blocks of a look; the rest is asked for once those are hits
 MESSAGE = 1 << 20  # bytes of an answer after which no job follows; a frame may have 4 MiB
 MOST_BATCH = 1 << 30  # bytes
 AHEAD_EVERY = 0.1  # seconds between two looks for blocks that are about to be evicted
@@ -49,7 +49,7 @@ JOB_BYTES = 128  # of a job in a message, besides its hashes, slots and checksum
 
 
 class Tiering:
-    """`requests` are the types of requests that it answers. A daemon without tiers never calls any other method."""
+    """`requests` are the request types that it answers. A daemon without tiers calls no other method."""
 
     requests = frozenset({m.Work, m.Worked})
 
@@ -57,17 +57,17 @@ class Tiering:
         """Only sessions of `user` may be tiers."""
         self._cache, self._user = cache, user
         self._tiers: dict[int, Tier] = {}  # by session, in the order in which they are asked
-        self._numbers = count(randbits(48))  # late reports to the last daemon are not taken for ours
-        self._counts: dict[str, Counter[str]] = {}  # by the tiers' names: they go on when a tier comes back
+        self._numbers = count(randbits(48))  # late reports to the last daemon are not mistaken for ours
+        self._counts: dict[str, Counter[str]] = {}  # by the tiers' names: they continue when a tier comes back
         self._starting: set[str] = set()  # tiers that were never on
         self._starting_until = 0.0
 
-    # What happens in the cache.
+    # Events in the cache.
 
     def looked_up(
         self, session: Session, group: Group, hashes: Sequence[bytes], chain: Sequence[Block], pending: int, now: float
     ) -> tuple[int, int]:
-        """Note a lookup of `hashes` that found `chain`, and return for its answer `coming` and `eta_ms`."""
+        """Note a lookup of `hashes` that found `chain`, and return `coming` and `eta_ms` for its answer."""
         if session.id in self._tiers:
             return 0, 0
         if chain:
@@ -87,7 +87,8 @@ class Tiering:
         tails: Sequence[Block],
         now: float,
     ) -> tuple[int, int]:
-        """The same in a namespace with tails, of which an engine needs the blocks `tails`, too, after `hits` blocks."""
+        """The same in a namespace with tails; an engine also needs their blocks `tails` to continue after `hits`
+        blocks."""
         if session.id in self._tiers:
             return 0, 0
         if chain:
@@ -119,8 +120,8 @@ class Tiering:
     def _on_their_way(
         self, group: Group, hashes: Sequence[bytes], hits: int, start: int
     ) -> tuple[int, list[tuple[Tier, Fetch]]]:
-        """Return after how many blocks an engine can continue once all is there that tiers are bringing, and what
-        brings the blocks for that; nothing if those would not be more than `hits`.
+        """Return the number of blocks after which an engine can continue once tiers have brought all that is coming,
+        and the fetches of the blocks for that; no fetches if the number would not exceed `hits`.
 
         The engine has the first `start` blocks itself.
         """
@@ -150,7 +151,7 @@ class Tiering:
 
     @staticmethod
     def _ask_jointly(tier: Tier, engine: str, group: Group, hashes: list[bytes], start: int, now: float) -> bool:
-        """Ask a tier what it has of all groups, beyond what is cached; return whether anything is missing."""
+        """Ask a tier for the blocks of all groups that are not cached; return whether any are missing."""
         parts = []
         if group is not group.tails[0]:
             cached = len(group.prefix(hashes))
@@ -162,7 +163,7 @@ class Tiering:
         return bool(parts)
 
     def _found_jointly(self, tier: Tier, joint: Joint, engine: str, now: float) -> None:
-        """Have brought what an engine needs to continue as far as possible, and ask the next tier for more."""
+        """Bring the blocks that an engine needs to continue as far as possible, and ask the next tier for more."""
         group, hashes = joint.group, joint.hashes
         if self._namespace(group) is None:
             return
@@ -193,7 +194,7 @@ class Tiering:
                 self._ask_jointly(other, engine, group, hashes, joint.start, now)
 
     def _next(self, tier: Tier, group: Group, name: bytes, now: float) -> Tier | None:
-        """Return the tier to ask for what this one does not have."""
+        """Return the tier to ask for blocks that this one lacks."""
         tiers = list(self._tiers.values())
         after = tiers[tiers.index(tier) + 1 :]
         return next((each for each in after if each.on and not each.knows(group, name, now)), None)
@@ -210,7 +211,7 @@ class Tiering:
         for tier in self._tiers.values():
             if not tier.on:
                 continue
-            for first in {hits: None, begin: None}:  # what others are writing may come from a tier, or not
+            for first in {hits: None, begin: None}:  # blocks that others are writing may come from a tier
                 if first < len(hashes) and (fetch := tier.fetches.coming.get(hashes[first] + group.tag)) is not None:
                     return tier.fetches.coming_after(group, hashes, first) - hits, _milliseconds(eta(fetch.due, now))
             if begin == len(hashes):
@@ -226,13 +227,13 @@ class Tiering:
         return 0, _milliseconds(wait)
 
     def _starts_in(self, now: float) -> float:
-        """Return in how many seconds tiers that are starting may have some of what is missing; 0 if there are none."""
+        """Return the seconds until tiers that are starting may have some of the missing blocks; 0 if there are none."""
         return STARTING_ETA if self._starting and now < self._starting_until else 0.0
 
     def said(
         self, group: Group, hashes: Sequence[bytes], hits: int, pending: int, now: float, start: int = 0
     ) -> tuple[Said, ...]:
-        """Return what tiers have said of the blocks that a lookup has just missed. O(misses)."""
+        """Return the reports of tiers about the blocks that a lookup has just missed. O(misses)."""
         found = self._said(group, hashes, hits, pending, now, start)
         if self._starts_in(now):
             found += tuple(Said(name, "starting", hits, len(hashes) - hits) for name in sorted(self._starting))
@@ -255,7 +256,7 @@ class Tiering:
                 found.append(Said(tier.name, "coming", begin, end - begin, "", fetch.inquiry))
                 begin = end
             elif begin == hits:
-                begin += pending  # others are writing these
+                begin += pending  # other clients are writing these
             if begin == len(hashes):
                 break
             name = hashes[begin] + group.tag
@@ -275,7 +276,7 @@ class Tiering:
     def _said_with_tails(
         self, group: Group, hashes: Sequence[bytes], hits: int, now: float, start: int
     ) -> tuple[Said, ...]:
-        """The same in a namespace with tails, where a question is for all groups; later answers do not change it."""
+        """The same in a namespace with tails, in which a question is for all groups; later answers do not change it."""
         hashes = hashes[: _longest(group)]
         found: list[Said] = []
         if hits >= len(hashes):
@@ -322,12 +323,12 @@ class Tiering:
                     tier.writes.mark(block)
             if tier.policy != m.AHEAD and tier.on:
                 lacking = [block for block in blocks if not tier.writes.has(block) and block.parent is not None]
-                if tier.policy == m.SECOND:  # computed again after they were evicted or refused, or as most blocks are
+                if tier.policy == m.SECOND:  # computed again after eviction or refusal, or as most are
                     lacking = [each for each in lacking if each.tick & CLASS_MASK or self._likely(each.account)]
                 _store(tier, _with_ancestors(tier, lacking))
 
     def will_store(self, account: Account, cls: int) -> bool:
-        """Whether a tier gets a block of class `cls` that an account stores, even if nobody asks for it again."""
+        """Whether a tier gets a block of class `cls` that an account stores, even if it is not requested again."""
         policies = {tier.policy for tier in self._tiers.values() if tier.on and tier.keeps_up}
         return m.THROUGH in policies or (m.SECOND in policies and (cls > 0 or self._likely(account)))
 
@@ -412,7 +413,7 @@ class Tiering:
             self._turn_off(tier, request.off)
 
     def _ask_next(self, tier: Tier, looking: Looking, blocks: int, now: float) -> None:
-        """Ask the next tier for what this one does not have."""
+        """Ask the next tier for the blocks that this one lacks."""
         if blocks == len(looking.hashes):
             return
         rest = looking.hashes[blocks:]
@@ -425,7 +426,7 @@ class Tiering:
     # Jobs.
 
     def jobs(self, session: int, number: int, now: float) -> m.Jobs | None:
-        """Return jobs for a tier that waits for some, as the answer to its request `number`; None if there are none."""
+        """Return jobs for a waiting tier, as the answer to its request `number`; None if there are none."""
         tier = self._tiers.get(session)
         if tier is None or not tier.on:
             return None
@@ -500,7 +501,7 @@ class Tiering:
         return m.WriteOut(job, namespace.id, group.number, [block.hash for block in batch], slots, sums)
 
     def _look_ahead(self, tier: Tier) -> None:
-        """Have blocks stored that are about to be evicted, if they were ever found."""
+        """Let the tier store blocks that are about to be evicted, if they were ever found."""
         left, last = AHEAD_BLOCKS, tier.next_ahead
         for account, leaf in self._cache.next_to_go(tier.next_ahead, AHEAD_LEAVES):
             if left <= 0 and account != last:
@@ -516,14 +517,14 @@ class Tiering:
             _store(tier, list(dropwhile(lambda block: not block.tick & CLASS_MASK, new))[::-1])
 
     def hanging(self, now: float) -> list[str]:
-        """Return the names of connected tiers that ask for no work or end none any more, and turn those off."""
+        """Turn off connected tiers that no longer ask for work or finish any, and return their names."""
         found = [tier for tier in self._tiers.values() if tier.on and now - tier.active_at > HANGING]
         for tier in found:
             self._turn_off(tier, "hanging")
         return [tier.name for tier in found]
 
     def undo(self, session: int) -> None:
-        """Take all jobs of a tier back: an answer with some could not be sent."""
+        """Take back all jobs of a tier: an answer with jobs could not be sent."""
         tier = self._tiers.get(session)
         if tier is not None:
             self._turn_off(tier, "disconnected")
@@ -550,12 +551,12 @@ class Tiering:
 
 
 def _longest(group: Group) -> int:
-    """Return how many blocks of a chain are asked for with tails: all groups are examined in one turn."""
+    """Return the number of blocks of a chain to ask for with tails: all groups are examined in one turn."""
     return 2 * LOOK // (1 + len(group.tails))
 
 
 def _here_or_coming(coming: Sequence[Mapping[bytes, Fetch]], group: Group) -> Callable[[bytes], bool]:
-    """Return a function that says of a block whether it is cached, being written, or on its way from a tier."""
+    """Return a function that tells whether a block is cached, being written, or on its way from a tier."""
     visible, pending, tag = group.visible, group.pending, group.tag
 
     def is_here(name: bytes) -> bool:  # called for thousands of blocks
@@ -579,7 +580,7 @@ def _has_or_gets(group: Group, found: set[bytes], name: bytes) -> bool:
 
 
 def _store_chain(tier: Tier, chain: Sequence[Block]) -> None:
-    """Have the first blocks stored that the tier does not have: the others are of no use without them."""
+    """Let the tier store the first blocks that it lacks: the rest is of no use without them."""
     begin = bisect_left(chain, True, key=lambda block: not tier.writes.has(block))
     tier.writes.store([block for block in chain[begin : begin + LOOK] if not tier.writes.has(block)])
 
@@ -595,17 +596,17 @@ def _with_ancestors(tier: Tier, blocks: Sequence[Block]) -> Sequence[Block]:
 
 
 def _store(tier: Tier, blocks: Sequence[Block]) -> None:
-    """Have blocks stored, which may be of several groups."""
+    """Let the tier store blocks, which may be of several groups."""
     for group in dict.fromkeys(block.account.group for block in blocks):
         tier.writes.store([block for block in blocks if block.account.group is group])
 
 
 def _hash_bytes(group: Group) -> int:
-    """Return how many bytes a hash takes in a message."""
+    """Return the size of a hash in a message, in bytes."""
     return group.hash_bytes + 2
 
 
 def _common(asked: Sequence[bytes], hashes: Sequence[bytes], begin: int) -> int:
-    """Return how many of `asked` are the hashes of a lookup from `begin` on."""
+    """Return how many of the first of `asked` equal the hashes of a lookup from `begin` on."""
     pairs = zip(asked, islice(hashes, begin, None), strict=False)
     return next((at for at, (one, other) in enumerate(pairs) if one != other), min(len(asked), len(hashes) - begin))

@@ -1,4 +1,4 @@
-"""What a tier stores. Pure."""
+"""The blocks that a tier stores. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import msgspec
 from kvcache_server.core.index import Block
 from kvcache_server.core.limits import LOOK
 
-SLOT = 8  # bytes of a reference that name the slot; the others say which block it is that has been there
+SLOT = 8  # bytes of a reference that name the slot; the rest identifies the block in it
 MOST_WRITES = 1 << 16  # blocks that wait to be written
 
 
@@ -23,19 +23,19 @@ class Writing(msgspec.Struct, gc=False):
 
 
 class Writes:
-    """What one tier stores, and what it has as far as is known.
+    """The blocks that one tier stores, and those that it has as far as is known.
 
     Attributes:
         queue: blocks to write, those of one group together.
-        waiting: how many blocks these are.
-        writing: what it was sent, by number.
-        blocks_in_flight, bytes_in_flight: what is in these.
+        waiting: the number of these blocks.
+        writing: the batches sent to it, by number.
+        blocks_in_flight, bytes_in_flight: the content of these.
     """
 
     def __init__(self, batch_bytes: int, counts: Counter[str], has_now: Callable[[bytes], None]) -> None:
         """`has_now(tagged)` is called for each block that it has stored."""
         self._batch_bytes, self._counts, self._has_now = batch_bytes, counts, has_now
-        # References of blocks that it has, and of those that wait or are being written, by the part for the slot.
+        # References of blocks that it has, and of those that wait or are being written, by the bytes for the slot.
         self._has: dict[bytes, bytes] = {}
         self._soon: dict[bytes, bytes] = {}
         self.queue: deque[list[Block]] = deque()
@@ -53,7 +53,7 @@ class Writes:
         self._has[block.ref[:SLOT]] = block.ref
 
     def store(self, blocks: list[Block]) -> None:
-        """Have `blocks` written, parents before children, unless too many wait."""
+        """Queue `blocks` to be written, parents before children, unless too many wait."""
         if self.waiting + len(blocks) > MOST_WRITES:
             self._counts["writes_dropped"] += len(blocks)
             return
@@ -63,7 +63,7 @@ class Writes:
         self.waiting += len(blocks)
 
     def next_batch(self, most: int) -> list[Block]:
-        """Return blocks of one group to write, of about a batch's bytes, after a look at `most` blocks at most."""
+        """Return about one batch of blocks of one group to write, after a look at no more than `most` blocks."""
         batch: list[Block] = []
         size = 0
         while self.queue and size < self._batch_bytes and most > 0:
@@ -85,13 +85,13 @@ class Writes:
         return batch
 
     def begin(self, job: int, writing: Writing) -> None:
-        """Note that the tier is sent a batch."""
+        """Note that a batch was sent to the tier."""
         self.writing[job] = writing
         self.blocks_in_flight += len(writing.blocks)
         self.bytes_in_flight += len(writing.blocks) * writing.blocks[0].account.group.allocated_bytes
 
     def stored(self, writing: Writing, flags: bytes) -> list[Block]:
-        """Note which of the blocks of a batch the tier has now. Return the others, for `unmark`."""
+        """Note which blocks of a batch the tier now has. Return the rest, for `unmark`."""
         size, tag = writing.blocks[0].account.group.allocated_bytes, writing.blocks[0].account.group.tag
         self.blocks_in_flight -= len(writing.blocks)
         self.bytes_in_flight -= len(writing.blocks) * size
@@ -122,7 +122,7 @@ class Writes:
             below.extend(islice(block.children(), most - len(below)))
 
     def clear(self) -> list[int]:
-        """Write nothing more. Return the leases on what was being written, which the caller ends."""
+        """Write nothing more. Return the leases on blocks being written, which the caller ends."""
         self.unmark(chain.from_iterable([self.stored(writing, b"") for writing in self.writing.values()]))
         leases = [writing.lease for writing in self.writing.values()]
         for each in (self._soon, self.queue, self.writing):
@@ -131,7 +131,7 @@ class Writes:
         return leases
 
     def forget_marks(self) -> bool:
-        """Free some of the memory for what the tier has; return whether more is left."""
+        """Free some of the memory for the blocks that the tier has; return whether more is left."""
         for _ in range(min(LOOK, len(self._has))):
             self._has.popitem()
         return bool(self._has)
