@@ -80,7 +80,7 @@ class Batches:
             self._watch(namespace)
 
     def follow(self, changes: Iterable[Change]) -> None:
-        """Take up changes that the core has reported."""
+        """Take up changes reported by the core."""
         noted, sources = self.changes, self._sources
         for change in changes:
             match change:
@@ -88,7 +88,7 @@ class Batches:
                     for block in change.blocks:
                         if (above := block.parent) is not None and not block.account.group.is_tail:
                             noted.append((sources[block.account.group.tag], block.hash, above.hash))
-                case Gone() if change.cause != CLEARED:  # the clear is announced as such
+                case Gone() if change.cause != CLEARED:  # the clear itself is announced
                     noted += [
                         (sources[block.account.group.tag], block.hash, None)
                         for block in change.blocks
@@ -96,7 +96,7 @@ class Batches:
                     ]
                 case NamespaceOpened():
                     self._watch(change.namespace)
-                    self._empty(change.namespace)  # subscribers forget what they know of its topic
+                    self._empty(change.namespace)  # subscribers forget the content of its topic
                 case NamespaceEmptied():
                     self._empty(change.namespace)
                 case NamespaceClosed():
@@ -163,7 +163,7 @@ class Batches:
         """Yield the current content, spread evenly over the given numbers.
 
         A client ignores a number that it has seen, and every number from the live batch on that it has put off. So no
-        other numbers can be used: with few of them, batches are large, but each step stays short.
+        other numbers can be used: if they are few, batches are large, but each step stays short.
         """
         pieces = sum(-(-len(group.visible) // STEP) for group in _announced(namespace))
         each = max(1, -(-pieces // len(numbers)))
@@ -251,7 +251,7 @@ class _EventEncoder:
 
 
 class _Payload:
-    """Builds what `_EventEncoder.encode` returns, from events that are added a few at a time."""
+    """Builds the result of `_EventEncoder.encode` from events that are added a few at a time."""
 
     def __init__(self, encoder: msgspec.msgpack.Encoder, now: float) -> None:
         self._encoder, self._now = encoder, now
@@ -290,5 +290,5 @@ def _runs(changes: Iterable[BlockChange], step: int) -> Iterator[tuple[Source, b
 
 
 def _announced(namespace: Namespace) -> list[Group]:
-    """Return the groups of which blocks are announced. Not tails: many subscribers know a block by its hash alone."""
+    """Return the groups whose blocks are announced. Not tails: many subscribers know a block only by its hash."""
     return [group for group in namespace.groups if not group.is_tail]

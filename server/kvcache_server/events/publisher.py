@@ -1,8 +1,8 @@
 """KV events on two ZMTP sockets in the daemon's loop: one publishes them, the other replays them.
 
-Nothing waits for subscribers. Batches that a subscriber has not read yet are kept for as long as replays keep them, and
-so take no memory of their own. After that they are lost for this subscriber: the loss is counted, and the subscriber
-sees it as a gap in the numbers. It can ask for a replay.
+Nothing waits for subscribers. Batches that a subscriber has not read yet are kept only as long as for replays, and so
+take no memory of their own. After that they are lost for this subscriber: the loss is counted, and the subscriber sees
+a gap in the numbers. It can ask for a replay.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ TOPICS = 1024  # topics of one subscriber, unless there may be more namespaces
 
 
 class Publisher:
-    """Publishes what the core reports. Call `follow` with changes, `flush` after each turn, and `close` at the end."""
+    """Publishes the changes that the core reports. Call `follow` with changes, `flush` after each turn, and `close` at
+    the end."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, config: Config, cache: Cache) -> None:
         """Bind `config.events`, and `config.events_replay` if it is set.
@@ -92,7 +93,8 @@ class Publisher:
         self._sequence_file.close()
 
     def report(self) -> dict[str, Any]:
-        """Return the bound endpoints, connections, the number of subscribed topics, and counts of batches, errors."""
+        """Return the bound endpoints, connections, the number of subscribed topics, and counts of batches and
+        errors."""
         counts = ("batches", "batches_lost", "replays", "replays_cut", "subscriptions_cut", "nonsense")
         return {
             "endpoint": self._endpoints[0],
@@ -105,11 +107,11 @@ class Publisher:
     # Publishing.
 
     def follow(self, changes: Iterable[Change]) -> None:
-        """Take up changes that the core has reported."""
+        """Take up changes reported by the core."""
         self._batches.follow(changes)
 
     def flush(self) -> None:
-        """Publish what has changed. What does not fit in one turn follows in later ones."""
+        """Publish the changes. Those that do not fit in one turn follow in later ones."""
         if not (self._unpublished or self._batches.changes):
             return
         if not self._unpublished:
@@ -237,7 +239,7 @@ class Publisher:
             if not self._unpublished:  # their numbers are lower
                 self._announce_on(self._announcement)
             for replay in self._replays.values():
-                replay.at = now  # replays wait for the announcement: they would end in the middle of it
+                replay.at = now  # replays wait for the announcement: they would otherwise end in the middle of it
         else:
             idle = not self._replay_all(now)
         if self._batches.changes or self._unpublished or self._announcement is not None or self._can_send_on():
@@ -257,7 +259,7 @@ class Publisher:
             self._publish(batch)
 
     def _replay_all(self, now: float) -> bool:
-        """Advance the replay that has waited longest and whose client reads. Return whether there was one."""
+        """Advance the replay that has waited longest among those whose clients read. Return whether there was one."""
         for replay in list(self._replays.values()):
             more = self._replay_on(replay, now)
             if more and now - replay.at >= PATIENCE:

@@ -1,8 +1,8 @@
 """The file that keeps the numbers of KV events increasing, even if the clock is set back or the region is lost.
 
 A subscriber ignores batches whose number is not higher than the last one. Numbers begin at the clock's milliseconds, so
-that after a reboot, when the file is gone, they are still higher than before. If the clock was set back, the number in
-the file counts.
+that after a reboot, when the file is gone, they are still higher than before. If the clock was set back, the file's
+number is used.
 """
 
 from __future__ import annotations

@@ -70,7 +70,7 @@ class Subscriber(EventConnection):
         return bool(self.backlog)
 
     def forget(self, sequence: int) -> int:
-        """Drop the messages of the backlog before `sequence`. Return how many they were."""
+        """Drop the messages of the backlog before `sequence`. Return their number."""
         count = 0
         while self.backlog and self.backlog[0][0] < sequence:
             self.backlog.popleft()
@@ -92,8 +92,7 @@ class SubscriberServer(ZmtpServer[EventConnection]):
     """The connections to both sockets.
 
     `receive(connection, parts)` is called with each message; `parts` is empty for one that is not valid.
-    `gone(connection)` is called once per connection, `readable(subscriber)` when a subscriber has read what it was
-    sent.
+    `gone(connection)` is called once per connection, `readable(subscriber)` when a subscriber has read its messages.
     """
 
     SECONDS = 0.002
@@ -115,7 +114,7 @@ class SubscriberServer(ZmtpServer[EventConnection]):
         self._tcp: list[Acceptor] = []
 
     def bind(self, endpoint: str, role: Role, connection_type: type[EventConnection]) -> str:
-        """Start to accept connections at `endpoint`, and return the endpoint as it was bound.
+        """Start to accept connections at `endpoint`, and return the bound endpoint.
 
         Raises NotPermitted if it cannot be bound, EndpointTaken and ConfigError as `Listener` does.
         """
@@ -172,10 +171,10 @@ class SubscriberServer(ZmtpServer[EventConnection]):
         for connection in list(self._open):
             connection.cut = True
             connection.close()
-        self.loop.run_until_complete(asyncio.sleep(0))  # sends what is unsent, and closes descriptors
+        self.loop.run_until_complete(asyncio.sleep(0))  # sends unsent messages, and closes descriptors
 
     def figures(self) -> dict[str, int | dict[str, int]]:
-        """Return the number of connections, and how many were terminated, by reason."""
+        """Return the number of connections, and of those terminated, by reason."""
         return {"open": len(self._open), "cut": dict(self._cuts)}
 
     def _count(self, reason: str) -> None:
@@ -193,7 +192,7 @@ class SubscriberServer(ZmtpServer[EventConnection]):
             self._gone(connection)
 
     def cut(self, connection: EventConnection, reason: str) -> None:
-        """Terminate a connection, and ignore what it still sends."""
+        """Terminate a connection, and ignore further messages from it."""
         self._count(reason)
         connection.cut = True
         self.disconnected(connection)  # now: asyncio reports the end in a later turn of the loop

@@ -1,4 +1,4 @@
-"""Which subscriber has subscribed to which topics. A subscription is a prefix, as in ZeroMQ. Pure."""
+"""The subscriptions of each subscriber. A subscription is a prefix of topics, as in ZeroMQ. Pure."""
 
 from __future__ import annotations
 
@@ -62,14 +62,14 @@ class Topics(Generic[S]):
             del self._by_topic[topic]
 
     def leave(self, subscriber: S) -> int:
-        """Remove all subscriptions of a subscriber. Return how many there were."""
+        """Remove all subscriptions of a subscriber. Return their number."""
         own = list(self._of.get(subscriber, ()))
         for topic in own:
             self.discard(subscriber, topic)
         return len(own)
 
     def of(self, name: bytes) -> list[S]:
-        """Return the subscribers that receive what is published under `name`, each once."""
+        """Return the subscribers that receive messages published under `name`, each once."""
         found: dict[S, None] = {}
         for length in self._lengths:
             if length <= len(name) and (those := self._by_topic.get(name[:length])):

@@ -21,7 +21,7 @@ class Chains:
         self._cache, self._misses = cache, misses
 
     def answer(self, request: Chain) -> Steps[Chained]:
-        """Return the chain that is meant, cut to MAX_HASHES blocks, or what else may be meant.
+        """Return the chain that is meant, cut to MAX_HASHES blocks, or the candidates if that is ambiguous.
 
         Raises BadArgument unless the request names either a request or at least MIN_HASH_BYTES bytes of a hash.
         """
@@ -67,7 +67,7 @@ class Chains:
         return _chained(request.id, namespace.id, namespace, block.account.group, hashes)
 
     def _ending_in(self, end: bytes) -> Steps[list[Block]]:
-        """Return the blocks that lookups find whose hashes end like that, at most MOST_MATCHES. O(pages)."""
+        """Return at most MOST_MATCHES blocks that lookups find and whose hashes end with `end`. O(pages)."""
         found: list[Block] = []
         for at in range(0, self._cache.geometry.pages, LOOK):
             yield

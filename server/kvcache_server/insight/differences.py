@@ -1,4 +1,4 @@
-"""In which facts two namespaces differ. Pure."""
+"""The facts in which two namespaces differ. Pure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 def differences(here: Mapping[str, Any], there: Mapping[str, Any], absent: Any = "") -> list[list[Any]]:
     """Return [field, here, there] for each fact in which two namespaces differ, in the order of the facts.
 
-    `absent` stands for a fact that only the other one has.
+    `absent` stands for a fact that only the other namespace has.
     """
     keys = [*here, *(key for key in there if key not in here)]
     return [[key, here.get(key, absent), there.get(key, absent)] for key in keys if here.get(key) != there.get(key)]

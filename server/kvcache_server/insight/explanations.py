@@ -1,9 +1,9 @@
-"""Explains why a request had no hit, from what miss_log.py remembers. Pure.
+"""Explains why a request had no hit, from the records of miss_log.py. Pure.
 
 An answer is a list of runs of blocks; each has one cause, and the facts that go with it. Removed and refused blocks are
-remembered by name. A block without a record was never stored here, as far back as the memory reaches. Then it is
-searched for in other namespaces, whose identities show what differs. Otherwise the last hit shows where the tokens
-diverge from what is cached.
+remembered by name. A block without a record was never stored here, as far back as the memory reaches. It is then
+searched for in other namespaces, whose identities show the difference. Otherwise the last hit shows where the tokens
+diverge from the cached ones.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from kvcache_server.slices import Steps
 MOST_BLOCKS = 8192  # examined per lookup, from the first miss on,
 MOST_RUNS = 512  # or until there are this many runs
 EXAMINED = 16  # blocks per slice: each may be searched for in all groups of OTHERS namespaces
-FEW_BLOCKS = 256  # for which every other namespace is asked
+FEW_BLOCKS = 256  # for these, every other namespace is searched
 OTHERS = 16  # namespaces that are searched, the most similar ones first
 LATEST = 10
 LATELY = 3600.0  # seconds after an empty start for which misses are attributed to it
-ASKED = ("once", "twice", "more")  # by class: how often evicted blocks had been asked for
+ASKED = ("once", "twice", "more")  # by class: how often evicted blocks had been requested
 HASHING = ("seed", "hash", "vllm", "block")  # identity fields that change the hashes of equal tokens
 _WORD = re.compile(r"[a-z_]{1,64}")
 _OLDEST = 1 << 53  # maximum age of a note in milliseconds
@@ -46,7 +46,7 @@ class Explanations:
         self._cache, self._misses = cache, misses
 
     def remark(self, session: Session, request: Remark, now: float) -> None:
-        """Store an engine's notes. Invalid ones are only counted, because this request has no reply."""
+        """Store an engine's notes. Invalid ones are only counted, because the request has no reply."""
         try:
             namespace, group = session.group(request.namespace, request.group)
             if sum(len(note.hashes) for note in request.notes) > MAX_HASHES:
@@ -69,7 +69,7 @@ class Explanations:
         return Explained(request.id, (yield from self._explain(request.request, now)))
 
     def _explain(self, text: str, now: float) -> Steps[dict[str, Any]]:
-        """Return what is known about the misses of the request whose name is or contains `text`. O(its hashes)."""
+        """Return the known facts about the misses of the request whose name is or contains `text`. O(its hashes)."""
         misses = self._misses
         lookups, notes = list(misses.lookups), list(misses.notes)  # copies: both may grow between slices
         heard: list[Lookup | EngineNote] = [*lookups, *notes]
@@ -146,7 +146,7 @@ class Explanations:
 
 
 def kept_back(session: Session, request: Acquire, reply: Acquired, limits: Limits) -> tuple[str, int]:
-    """Return why, and how many, cached blocks were withheld; ("", 0) for none."""
+    """Return the cause for which cached blocks were withheld, and their number; ("", 0) if none were."""
     if reply.pending:
         return "pending", reply.pending
     if reply.withheld:
@@ -210,7 +210,7 @@ class _Walk:
         return self._runs
 
     def _cached(self, begin: int, end: int) -> Steps[int]:
-        """Return how many blocks of the lookup from `begin` to `end` are cached now."""
+        """Return the number of blocks of the lookup from `begin` to `end` that are cached now."""
         count = 0
         for at in range(begin, end, LOOK):
             if at > begin:
@@ -235,7 +235,7 @@ class _Walk:
             last[key] = [min(old[0], value), max(old[1], value)]
 
     def _missed(self, block: bytes) -> tuple[str, dict[str, Any]] | None:
-        """Return why a block was missing, None if nothing is known about it."""
+        """Return the cause for which a block was missing, None if it is unknown."""
         occasion = self._misses.find(block + self._tag, self._at)
         if occasion is not None:
             facts: dict[str, Any] = {"engine": occasion.engine, "ages_s": round(self._at - occasion.at, 3)}
@@ -258,8 +258,8 @@ class _Walk:
         return [each for each in self._others if each[0] in known] if known else []
 
     def _known_places(self, hashes: list[bytes]) -> Steps[dict[bytes, set[int]]]:
-        """Return, by block, the namespaces with a record of it. O(removed blocks): slower than asking each for few
-        hashes."""
+        """Return, by block, the namespaces with a record of it. O(removed blocks): for few hashes, searching each
+        namespace is faster."""
         places: dict[bytes, set[int]] = {}
         asked = set(hashes)
         yield
@@ -362,7 +362,7 @@ class _Walk:
         return {"engine": account.engine} if account is not None else {}
 
 
-# Causes of blocks that were cached; the other causes are of blocks that never were.
+# Causes for blocks that were cached; the other causes are for blocks that never were.
 _LEFT = {*EVICTED_FOR, "cleared", "corrupt", "different"}
 UNKNOWN = {"new", "diverged", "salted", "other_hashes", "began_empty"}
 

@@ -22,5 +22,5 @@ class Histogram:
         self.sum += value
 
     def figures(self) -> dict[str, Any]:
-        """Return what `status` shows."""
+        """Return the figures for `status`."""
         return {"bounds": self.bounds, "counts": list(self.counts), "sum": self.sum}

@@ -1,9 +1,9 @@
-"""What more memory would buy: blocks that lookups missed because they had been evicted, or had not been stored for lack
+"""The gain from more memory: blocks that lookups missed because they had been evicted, or had not been stored for lack
 of room. Pure.
 
-A missed block that was computed before would be a hit if there had always been room. So the hits and these misses
-together are the hits of an infinite pool. Blocks that were only requested before do not count: a waiting request is
-looked up again and again, and its blocks have not been computed.
+A missed block that was computed before would be a hit if there had always been room. So the hits plus these misses are
+the hits of an infinite pool. Blocks that were only requested before do not count: a waiting request is looked up again
+and again, and its blocks have not been computed.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from kvcache_server.core.sampling import LARGE_POOL, LARGE_POOL_EVERY, Lots
 
 _ROOM = 1 << 14
 _LEAST_LOOK = 64
-_TOGETHER = 512  # hashes whose lots are drawn at once, which takes little more time than to draw one
+_TOGETHER = 512  # hashes whose lots are drawn at once, which takes little longer than to draw one
 
 
 class InfiniteCache:
-    """Remembers evicted blocks, and those refused for lack of room: all of a small pool, one in 32 of a large one, and
-    beyond 16,384 every second of these, fourth, and so on.
+    """Remembers evicted blocks, and those refused for lack of room: all of a small pool, one in 32 of a large one;
+    beyond 16,384, every second of these, then every fourth, and so on.
 
     Their lots (sampling.py) decide which ones are remembered, so that each stands for the same number of blocks.
     """

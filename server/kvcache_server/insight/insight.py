@@ -1,6 +1,6 @@
-"""What the daemon knows about its work beyond the cache's state, from the changes that the core reports. Pure.
+"""The daemon's knowledge about its work beyond the cache's state, from the changes that the core reports. Pure.
 
-It answers the requests that ask about the cache and change nothing in it: Stats, Why, Chain, Watch, Remark and Tell.
+It answers the requests that do not change the cache: Stats, Why, Chain, Watch, Remark and Tell.
 """
 
 from __future__ import annotations
@@ -53,17 +53,17 @@ class Insight:
         self.telemetry = Telemetry()
         self.residency = Residency()
         self._infinite: dict[bytes, InfiniteCache] = {}  # by the group's tag
-        self._short: Actor | None = None  # on whose behalf blocks were refused last because memory was short
+        self._short: Actor | None = None  # on whose behalf blocks were last refused for lack of memory
         self._explanations = Explanations(cache, self.misses)
         self._chains = Chains(cache, self.misses)
         self._report = Report(cache, self.residency, self._infinite, self.telemetry)
         for namespace in cache.namespaces.values():
             self.misses.remember_namespace(namespace.number, namespace.spec)
 
-    # What happens.
+    # Events.
 
     def follow(self, changes: Iterable[Change]) -> None:
-        """Take up changes that the core has reported."""
+        """Take up changes reported by the core."""
         for change in changes:
             match change:
                 case Gone():
@@ -104,7 +104,7 @@ class Insight:
         if change.actor is self._short and change.cause in (*_SHORT, "no_parent"):
             namespace = self._cache.namespaces.get(tagged(change.name))
             if namespace is not None and not namespace.groups[change.name[-1]].is_tail:
-                # It was refused for lack of room, or one above it.
+                # It, or a block above it, was refused for lack of room.
                 self._infinite_of(namespace.groups[change.name[-1]]).add([change.name[:-TAG_BYTES]])
 
     def _infinite_of(self, group: Group) -> InfiniteCache:
@@ -123,8 +123,8 @@ class Insight:
     ) -> None:
         """Record a lookup that was just answered, for later questions. `frame` is the encoded request.
 
-        `said(group, hashes, hits, pending, now, start)` returns what tiers said of the blocks that it missed. Call this
-        after the reply was sent, so that no client waits for it.
+        `said(group, hashes, hits, pending, now, start)` returns the tiers' reports about the blocks that it missed.
+        Call this after the reply was sent, so that no client waits for it.
         """
         cache, asker = self._cache, self._cache.sessions[session]
         _, group = asker.group(request.namespace, request.group)
@@ -179,7 +179,7 @@ class Insight:
         return m.Report(request.id, (yield from self.reporting(now)))
 
     def reporting(self, now: float) -> Steps[dict[str, Any]]:
-        """Return what `status` shows; see stats.py."""
+        """Return the figures of `status`; see stats.py."""
         return self._report.figures(now)
 
     def stats(self, now: float) -> dict[str, Any]:

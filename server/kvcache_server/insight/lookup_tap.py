@@ -1,7 +1,7 @@
 """The current lookups, for clients that record them. Pure.
 
-They are only kept while a client asks for them regularly, and only up to a limit. A client that asks too rarely learns
-how many it has missed.
+They are only kept while a client asks for them regularly, and only up to a limit. A client that asks too rarely gets
+the number of those that it has missed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The memory for questions why a request had no hit. Pure; explanations.py makes answers from it.
+"""The records that explain why a request had no hit. Pure; explanations.py makes answers from them.
 
 For a lookup that misses, the request's frame is kept. For a block that is removed or refused, its name is kept, with an
 Occasion shared by similar blocks of the same request. Everything is bounded, and reports how far back it reaches.
@@ -17,7 +17,7 @@ from kvcache_server.core.effects import Actor
 from kvcache_server.core.eviction.worth import one_off
 from kvcache_server.core.index import CLASS_MASK, FIRST_TICK, TICKS_PER_SECOND, Block
 
-LOOKUPS = 16 << 20  # bytes of remembered lookups; each, and what each tier said of it, counts as EACH more
+LOOKUPS = 16 << 20  # bytes of remembered lookups; each one, and each tier's report about it, counts as EACH more
 EACH = 512
 REPEATED_AFTER = 1.0  # seconds
 GENERATIONS, GENERATION = 8, 1 << 14  # removed blocks: number of dicts, and names in each; the oldest dict is dropped
@@ -26,7 +26,7 @@ SPACES = 1024
 
 
 class Below(Protocol):
-    """What a tier said of blocks that a lookup missed."""
+    """A tier's report about blocks that a lookup missed."""
 
     def told(self, at: float) -> Iterable[dict[str, Any]]:
         """Return the facts, one dict per run of blocks; `at` is the time of the lookup."""
@@ -38,7 +38,7 @@ class Lookup(msgspec.Struct, gc=False, frozen=True):
 
     `frame` is the encoded request. It is only decoded for an answer, because keeping dozens of objects costs more than
     keeping one. After its `hits`, `blocks` blocks were withheld for `cause`. `generation` is that of the last slot
-    granted before. `below` is what tiers said of the blocks after the hits.
+    granted before. `below` has the tiers' reports about the blocks after the hits.
     """
 
     at: float
@@ -65,8 +65,8 @@ class Lookup(msgspec.Struct, gc=False, frozen=True):
 class Occasion(msgspec.Struct, gc=False, frozen=True):
     """When, why and for whom blocks were removed or refused. `namespace` is that of the request behind it.
 
-    Of blocks that were chosen for eviction, `asked` is their class plus 1, otherwise 0. `unused` is how many seconds
-    before they were last used, to a second. `by_age` is whether they went as the least recently used.
+    If the blocks were chosen for eviction, `asked` is their class plus 1, otherwise 0. `unused` is the number of whole
+    seconds since their last use. `by_age` is whether they were evicted as the least recently used.
     """
 
     at: float
@@ -103,12 +103,12 @@ class MissLog:
         self._names: deque[dict[bytes, Occasion]] = deque([{}], GENERATIONS)
         self._since: deque[float] = deque([0.0], GENERATIONS)
         self._young = self._names[-1]
-        self._actor: Actor | None = None  # of the latest occasions, by what differs between them
+        self._actor: Actor | None = None  # of the latest occasions, by the fields in which they differ
         # By cause, second of the last use, class, by age.
         self._occasions: dict[tuple[str, int, int, bool], Occasion] = {}
 
     def started(self, now: float, how: str) -> None:
-        """Record the start of the daemon, and why its cache is empty; "" if it found the previous one's."""
+        """Record the start of the daemon, and the reason that its cache is empty; "" if it found the previous one's."""
         self.started_at = self._since[0] = now
         self.empty_reason = how
 
@@ -142,7 +142,7 @@ class MissLog:
         """Record that blocks were evicted, because they were worth least or, `by_age`, as the least recently used."""
         last, occasion = -1, None
         for block in blocks:
-            if occasion is None or block.tick != last:  # above a leaf, they often have its tick
+            if occasion is None or block.tick != last:  # blocks above a leaf often have its tick
                 last, aged = block.tick, by_age and not one_off(block.account.share, block.tick & CLASS_MASK)
                 occasion = self._occasion(actor, cause, last, aged)
             self._note(block.hash + block.account.group.tag, occasion)
@@ -153,7 +153,7 @@ class MissLog:
         key = cause, tick // TICKS_PER_SECOND, tick & CLASS_MASK, by_age
         occasion = self._occasions.get(key)
         if occasion is None:
-            used = (tick - FIRST_TICK) // TICKS_PER_SECOND  # below 0, it was to go first, or is of an older release
+            used = (tick - FIRST_TICK) // TICKS_PER_SECOND  # below 0: a block to evict first, or of an older release
             facts = (key[2] + 1, max(actor.at - used, 0.0), by_age) if used >= 0 else (0, 0.0, False)
             occasion = self._occasions[key] = Occasion(actor.at, cause, actor.engine, actor.namespace, *facts)
         return occasion

@@ -16,7 +16,7 @@ from kvcache_server.insight.histogram import Histogram
 _BOUNDS = (1, 10, 60, 300, 900, 3600, 4 * 3600, 12 * 3600, 86400, 3 * 86400, 7 * 86400)
 _SAMPLES = 4096
 _LOW = 8  # position of the lowest byte of the generation in a block's reference
-_EVERY = 8  # one eviction in this many is measured: that costs a fiftieth of storing a block
+_EVERY = 8  # one eviction in this many is measured: this costs a fiftieth of storing a block
 
 
 class Residency:

@@ -33,7 +33,7 @@ class Report:
     def figures(self, now: float) -> Steps[dict[str, Any]]:
         """Return pool, namespaces, sessions, refusals by reason, and counters.
 
-        O(namespaces, accounts, sessions, grants), in slices: each part is reported as it is in its turn.
+        O(namespaces, accounts, sessions, grants), in slices: each part is reported as of its turn.
         """
         # Sessions first: a report without a session also has the memory that its end has freed.
         sessions, away = (yield from self._sessions(now)), (yield from self._away())
@@ -177,7 +177,7 @@ class Report:
         return found
 
     def _lost(self, tag: bytes) -> int:
-        """Return the blocks of a group that lookups missed because they had been evicted."""
+        """Return the number of blocks of a group that lookups missed because they had been evicted."""
         infinite = self._infinite.get(tag)
         return infinite.missed_blocks if infinite is not None else 0
 
@@ -195,5 +195,5 @@ def _group(spec: GroupSpec) -> dict[str, Any]:
 
 
 def _length(spec: NamespaceSpec) -> int:
-    """Return about how many characters a report has for the identity and the groups of a namespace."""
+    """Return the approximate number of characters in a report for the identity and the groups of a namespace."""
     return sum(map(len, [*spec.identity, *spec.identity.values()])) + len(spec.groups) * (80 + 8 * spec.shards)

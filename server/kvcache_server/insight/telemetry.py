@@ -35,7 +35,7 @@ class Telemetry:
         return self._clients.get(session, _SILENT)
 
     def tell(self, session: Session, request: Tell) -> None:
-        """Store what a session's client sends, and add it to the total. Raises BadArgument; then nothing has
+        """Store the telemetry of a session's client, and add it to the total. Raises BadArgument; then nothing has
         changed."""
         counts = request.counts
         if request.breaker not in list(Breaker):

@@ -21,8 +21,8 @@ log = logging.getLogger(__name__)
 
 
 def open_sums(folder: Folder, name: str, geometry: PoolGeometry, epoch: int) -> Checksums | None:
-    """Return the checksums in the file `name`, if the daemon of the previous epoch has kept them for this region, else
-    empty ones. Returns None without room for them; then blocks are not verified.
+    """Return the checksums in the file `name` if the daemon of the previous epoch kept them for this region, else empty
+    ones. Returns None if there is no room for them; then blocks are not verified.
 
     Raises ConfigError, NotPermitted if something else has that name.
     """

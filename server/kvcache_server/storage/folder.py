@@ -1,4 +1,4 @@
-"""Protects the daemon's files from other users: which folders it accepts, and how it opens its files there.
+"""Protects the daemon's files from other users: checks the folders, and opens the files in them.
 
 All paths are relative to a descriptor of the folder, so that moving folders cannot redirect the daemon. Links are not
 followed, opening never blocks, and each opened file is checked again: it must be a regular file of the daemon's user
@@ -168,7 +168,7 @@ class Folder:
 
 
 def in_the_way(path: str, found: os.stat_result) -> ConfigError:
-    """Return the error that says what exists at `path`."""
+    """Return the error that describes the file at `path`."""
     kind = _KINDS.get(stat.S_IFMT(found.st_mode), "something odd")
     return ConfigError(f"{path} is {kind}, in the way of the daemon's own: remove it, or choose another endpoint")
 

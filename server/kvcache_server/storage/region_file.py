@@ -24,10 +24,10 @@ from kvcache_server.storage.region_names import Claim, RegionFolder, abandoned
 
 log = logging.getLogger(__name__)
 
-Progress = Callable[[int, int], None]  # bytes that are made, and that will be
+Progress = Callable[[int, int], None]  # bytes made so far, and in all
 
 CHUNK = 32 << 20
-FIRST = 256 << 20  # bytes that are made before the daemon is ready: a tenth of a second
+FIRST = 256 << 20  # bytes made before the daemon is ready: a tenth of a second
 MADV_POPULATE_WRITE = 23  # Linux 5.14
 # Measured with 48 GiB that two engines page-lock at once, beside an H100.
 _LOCK_SECONDS_PER_GIB, _LOCK_SECONDS_PER_GIB_HUGE = 0.09, 0.04
@@ -49,7 +49,7 @@ class Region:
     """
 
     def __init__(self, claim: Claim, fd: int, mapping: memoryview, geometry: PoolGeometry, made: bool = True) -> None:
-        """`made`: its file was made just now; otherwise it is an earlier daemon's."""
+        """`made`: its file is new; otherwise it is an earlier daemon's."""
         self._made = made
         self.path = claim.path
         self.fd = fd
@@ -65,7 +65,7 @@ class Region:
 
     @property
     def ready_pages(self) -> int:
-        """How many pages, from the first one on, are present."""
+        """The number of pages present, from the first one on."""
         return max(0, self.present - self.geometry.data_offset) // self.geometry.page_bytes
 
     def fill(
@@ -83,7 +83,7 @@ class Region:
         """
         begin, whole = self.present, self.present == self.geometry.region_bytes
         if self._made and not self.locked:
-            lock = "never"  # it was tried
+            lock = "never"  # was tried already
         if not self._made:
             begin, huge_pages = 0, "never"  # engines may be copying
         if whole and (self._made or lock == "never"):
@@ -112,14 +112,14 @@ class Region:
 
     @property
     def kind_of_memory(self) -> str:
-        """Its pages, as far as this process has made them, for the log."""
+        """The kind of its pages, as far as this process has made them, for the log."""
         pages = "in huge pages, " if self.huge_bytes else ""
         if self._made and not self.huge_bytes and (cost := cost_of_small_pages(self.geometry.region_bytes)):
             pages = f"in small pages ({cost}), "
         return pages + ("locked" if self.locked else "not locked")
 
     def note(self, lock: str, prefault: _Prefault, why_unlocked: str) -> None:
-        """Note what has become of the pages."""
+        """Note the outcome for the pages."""
         self.huge_bytes += prefault.huge_bytes
         self.locked = lock != "never" and not why_unlocked
         if why_unlocked:
@@ -152,8 +152,8 @@ def create_region(
 ) -> Region:
     """Return a fresh region with `size` bytes of pages and their rows, in a new file in `directory`.
 
-    `lock` and `huge_pages` are "auto", "always" or "never". If one is "always", all of it is present, otherwise at
-    least the rows and some pages.
+    `lock` and `huge_pages` are "auto", "always" or "never". If one is "always", the whole region is present, otherwise
+    at least the rows and some pages.
 
     Raises:
         ConfigError: the directory or the sizes cannot be used.
@@ -257,7 +257,7 @@ def check_room(directory: str, needed: int) -> str:
 
 
 def _abandoned(directory: str) -> str:
-    """Return what regions without a daemon fill `directory`, and how to free them, as the end of a message."""
+    """Return the end of a message: the memory that regions without a daemon take in `directory`, and how to free it."""
     found = abandoned(directory)
     if not found:
         return ""
@@ -270,7 +270,7 @@ def _abandoned(directory: str) -> str:
 
 
 def cost_of_small_pages(size: int) -> str:
-    """Return how long the start of an engine on a GPU takes because a region has no huge pages, "" below a second."""
+    """Return the extra time that an engine on a GPU takes to start if a region has no huge pages, "" below a second."""
     gib = size / (1 << 30)
     small, huge = gib * _LOCK_SECONDS_PER_GIB, gib * _LOCK_SECONDS_PER_GIB_HUGE
     return (
@@ -281,7 +281,7 @@ def cost_of_small_pages(size: int) -> str:
 
 
 def no_huge_pages(directory: str) -> str:
-    """Return why a region in `directory` would get no huge pages, "" if it would. Tries to allocate one."""
+    """Return the reason that a region in `directory` would get no huge pages, "" if it would. Tries to allocate one."""
     try:
         descriptor = os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
     except OSError as error:
@@ -377,7 +377,7 @@ class _Prefault:
 
     Attributes:
         huge_bytes: bytes in huge pages.
-            why_small: why some of it is not in huge pages, or "".
+            why_small: the reason that some of it is not in huge pages, or "".
     """
 
     def __init__(self, mapping: memoryview, fd: int, lock: str, huge_pages: str) -> None:
@@ -391,8 +391,8 @@ class _Prefault:
         self.why_small = ""
 
     def run(self, progress: Progress, begin: int = 0, end: int = 0) -> str:
-        """Fill and lock the pages from `begin` to `end`, or to that of the mapping; return why they are not locked, or
-        "". Raises RegionError if memory runs out."""
+        """Fill and lock the pages from `begin` to `end`, or to that of the mapping; return the reason that they are not
+        locked, or "". Raises RegionError if memory runs out."""
         if self._lock != "never":
             _raise_memlock_limit()
         with self._mapping[:] as mapping:  # keeps the mapping if it is released in the meantime
@@ -411,7 +411,7 @@ class _Prefault:
         threads = min(MAX_THREADS, len(os.sched_getaffinity(0)))
         with ThreadPoolExecutor(threads, "prefault") as pool:
             try:
-                # In their order: what is reported is all there.
+                # In order: everything reported is present.
                 for filled in [pool.submit(self._fill, start, *each) for each in chunks]:
                     length = filled.result()
                     if not length:  # it was stopped

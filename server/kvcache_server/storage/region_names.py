@@ -1,4 +1,4 @@
-"""Names of region files: which files in a folder belong to this endpoint, and which daemon holds each region.
+"""Names of region files, which tell the files of this endpoint in a folder, and the daemon that holds each region.
 
     kvcache-UID-DIGEST-RANDOM.region     the memory; DIGEST stands for the path of the endpoint's socket
     kvcache-UID-DIGEST-RANDOM.lock       locked by the daemon that holds the region, and never passed to a client
@@ -104,11 +104,11 @@ class RegionFolder:
             claim.release() if self.folder.check(name + REGION) else claim.remove()
 
     def remove_aside(self) -> int:
-        """Remove regions that were put aside; return how many."""
+        """Remove regions that were put aside; return their number."""
         return sum(self.folder.remove(name + ASIDE) for name in self.found(ASIDE))
 
     def remove_all(self, claims: Collection[Claim]) -> int:
-        """Remove these regions, stale locks, and regions that were put aside; return how many regions."""
+        """Remove these regions, stale locks, and regions that were put aside; return the number of regions."""
         for claim in claims:
             claim.remove()
         self.tidy()

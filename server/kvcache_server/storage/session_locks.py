@@ -2,8 +2,8 @@
 daemon.
 
 The daemon creates a file, locks it, passes the descriptor to the client and closes its own: then only the client holds
-the lock. The next daemon finds out from the same file whether the client lives. Nobody may write to it, not even its
-client, which could fill the file system that has the daemon's own files.
+the lock. The next daemon finds out from the same file whether the client lives. No process may write to it, not even
+its client, which could fill the file system that has the daemon's own files.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ NEW, ASIDE = ".new", ".aside"
 class StateFile:
     """Applies records to `manifest`, and appends them to the file.
 
-    `counters` counts how often the file was lost.
+    `counters` counts losses of the file.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""What a daemon starts with: the region and the manifest that the previous one left, or new ones."""
+"""The start of a daemon: from the region and the manifest that the previous one left, or new ones."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ SESSIONS, STATE, SUMS = ".sessions", ".state", ".sums"
 
 @dataclass
 class WarmStart:
-    """What a daemon starts with: everything that outlives a daemon, and the cache on top of it.
+    """The initial state of a daemon: everything that outlives a daemon, and the cache on top of it.
 
     Attributes:
         disconnected: the sessions that may come back, by number.
-        empty_reason: why the cache is empty; "" if it is the previous daemon's.
+        empty_reason: the reason that the cache is empty; "" if it is the previous daemon's.
     """
 
     region: Region
@@ -66,9 +66,9 @@ def _remove_files(folder: Folder, config: Config) -> None:
 def open_cache(config: Config, folder: Folder, fresh: bool = False, progress: Progress | None = None) -> WarmStart:
     """Return the cache of the previous daemon of this endpoint, or a new one. The caller holds the endpoint's lock.
 
-    `folder` is the endpoint's. `fresh` discards what the previous daemon left. A region that cannot be trusted is put
-    aside; with `strict`, RegionError is raised instead. Raises ConfigError, NotPermitted if something else has the name
-    of a file, and what `create_region` raises.
+    `folder` is the endpoint's. `fresh` discards the state left by the previous daemon. A region that cannot be trusted
+    is put aside; with `strict`, RegionError is raised instead. Raises ConfigError, NotPermitted if something else has
+    the name of a file, and the errors of `create_region`.
     """
     files = SessionFiles(folder, file_of(config.endpoint, SESSIONS))
     for suffix in (STATE, SUMS):
@@ -196,18 +196,18 @@ def _wanted(config: Config, region_id: bytes) -> PoolGeometry:
         raise ConfigError(f"size: {error}") from None
 
 
-# What the previous daemon left.
+# The previous daemon's files.
 
 
 class _NoRegion(NamedTuple):
-    """No region can be used: why, and how many regions were put aside."""
+    """No region can be used: the reason, and the number of regions put aside."""
 
     why: str
     put_aside: int = 0
 
 
 class _FoundRegion(NamedTuple):
-    """An existing region. `geometry` is None if it is unusable; `distrust` says why if that is suspicious."""
+    """An existing region. `geometry` is None if it is unusable; `distrust` is the reason if that is suspicious."""
 
     claim: Claim
     geometry: PoolGeometry | None
@@ -253,7 +253,7 @@ def _find_last(config: Config, folder: Folder, regions: RegionFolder) -> tuple[R
 
 
 def _manifest(config: Config, folder: Folder) -> tuple[Manifest | None, str]:
-    """Return the previous daemon's manifest, and what is wrong with it."""
+    """Return the previous daemon's manifest, and the fault in it."""
     try:
         return read_state(folder, file_of(config.endpoint, STATE)), ""
     except RegionError as error:
@@ -261,7 +261,7 @@ def _manifest(config: Config, folder: Folder) -> tuple[Manifest | None, str]:
 
 
 def _claims(regions: RegionFolder, manifest: Manifest | None) -> Iterator[Claim]:
-    """Yield claims on all regions that no running daemon holds. Raises EndpointTaken if one holds `manifest`'s."""
+    """Yield claims on all regions that no running daemon holds. Raises EndpointTaken if a daemon holds `manifest`'s."""
     for name in regions.found():
         try:
             yield regions.claim(name)
@@ -289,7 +289,7 @@ def _examined(regions: RegionFolder, claim: Claim) -> _FoundRegion:
 
 
 def _distrust(found: _FoundRegion, manifest: Manifest | None, broken: str) -> str:
-    """Return why a region cannot be trusted, or ""; `broken` is what is wrong with the state file."""
+    """Return the reason that a region cannot be trusted, or ""; `broken` is the fault in the state file."""
     if found.geometry is None:
         return found.distrust
     if manifest is not None and manifest.region != found.geometry.region_id:
@@ -298,7 +298,7 @@ def _distrust(found: _FoundRegion, manifest: Manifest | None, broken: str) -> st
 
 
 def _dismiss(found: _FoundRegion, manifest: Manifest | None) -> str:
-    """Remove an unusable region; return why, as the cause of misses."""
+    """Remove an unusable region; return the reason, as the cause of misses."""
     path, why = found.claim.path, "first"
     if found.given_up:
         why = "no_state"
@@ -337,7 +337,8 @@ def _put_state_aside(folder: Folder, state: str) -> None:
 
 
 def discard(config: Config, folder: Folder) -> bool:
-    """Remove what daemons of this endpoint have left. The caller holds the endpoint's lock; `folder` is the endpoint's.
+    """Remove all files left by daemons of this endpoint. The caller holds the endpoint's lock; `folder` is the
+    endpoint's.
 
     Returns whether there was a region. Raises EndpointTaken.
     """
@@ -348,7 +349,7 @@ def discard(config: Config, folder: Folder) -> bool:
 
 
 def _remove_regions(config: Config, folder: Folder, regions: RegionFolder) -> int:
-    """Remove all regions that no running daemon holds, and those that were put aside; return how many.
+    """Remove all regions that no running daemon holds, and those that were put aside; return their number.
 
     Raises EndpointTaken if a running daemon holds the region of the state file; then nothing is removed.
     """

@@ -1,4 +1,4 @@
 """Unix sockets and the daemon's implementation of ZeroMQ's wire protocol.
 
-It never looks into messages.
+It never interprets messages.
 """

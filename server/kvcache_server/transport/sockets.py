@@ -1,7 +1,7 @@
 """The daemon's listening sockets: who may connect, at what rate, and whether their files are still in place.
 
-A socket is created for its owner only, and then opened to the users and groups that the configuration names, by an
-access control list: nobody else can even connect.
+A socket is created for its owner only, and then opened by an access control list to the users and groups in the
+configuration: no other user can even connect.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ class Peer(NamedTuple):
 def peer_of(connection: socket.socket) -> Peer:
     pid, uid, gid = _UCRED.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
     try:
-        packed = connection.getsockopt(socket.SOL_SOCKET, _SO_PEERGROUPS, 1024)  # the most that Python asks for
+        packed = connection.getsockopt(socket.SOL_SOCKET, _SO_PEERGROUPS, 1024)  # the maximum of Python's getsockopt
     except OSError:  # a kernel before 4.13, or more than 256 groups: then only the primary group counts
         packed = b""
     return Peer(pid, uid, frozenset((gid, *(group for (group,) in struct.iter_unpack("I", packed)))))
 
 
 class Acceptor:
-    """Accepts connections to a listening socket, a few at a time; the others wait in the kernel."""
+    """Accepts connections to a listening socket, a few at a time; the rest wait in the kernel."""
 
     def __init__(
         self,
@@ -155,7 +155,8 @@ class Listener:
         count: Callable[[str], None],
         rate: Rate | None = None,
     ) -> None:
-        """Bind it, replacing a stale one. `enter` is called with (connection, peer); the others are those of Acceptor.
+        """Bind it, replacing a stale one. `enter` is called with (connection, peer); the other arguments are those of
+        Acceptor.
 
         Raises EndpointTaken, ConfigError, NotPermitted, OSError.
         """
@@ -172,7 +173,7 @@ class Listener:
         self._gids = {os.stat(self.socket_file.path).st_gid, *gids}
 
     def allows(self, peer: Peer) -> bool:
-        """Return whether `peer` may connect. The kernel checks it, too, where there are access control lists."""
+        """Return whether `peer` may connect. The kernel checks this, too, if there are access control lists."""
         return peer.uid in self._uids or not self._gids.isdisjoint(peer.groups)
 
     def close(self) -> None:
@@ -244,8 +245,8 @@ def private() -> Iterator[None]:
 def set_access(path: str, uids: Iterable[int], gids: Iterable[int]) -> None:
     """Allow only the owner and group of the socket at `path`, and these users and groups, to connect.
 
-    If the file system has no access control lists, everybody can connect, and is refused only then, by
-    `Listener.allows`; a warning says so.
+    If the file system has no access control lists, all users can connect, and `Listener.allows` refuses them only then;
+    a warning is logged.
     """
     uids, gids = sorted(set(uids)), sorted(set(gids))
     if not uids and not gids:
@@ -276,7 +277,7 @@ class SocketFile:
         self._found = os.lstat(path)
 
     def is_ours(self) -> bool:
-        """Return whether the path still leads to this socket, and was neither removed nor replaced."""
+        """Return whether the path still leads to this socket: it was neither removed nor replaced."""
         try:
             return os.path.samestat(self._found, os.lstat(self.path))
         except OSError:

@@ -22,14 +22,14 @@ _NULL = b"NULL".ljust(20, b"\0")
 
 
 class Role(NamedTuple):
-    """The type of a socket of ours, and what it accepts from its peers.
+    """The type of a socket of ours, and its limits for peers.
 
     Attributes:
         kind: its type, as in READY.
         peers: socket types that may talk to it.
         limit: bytes of the longest frame, until the receiver's own `limit` is raised.
         skipped: bytes up to which a frame that is too long is refused and skipped; beyond, its sender is cut off.
-        parts: most parts of a message; one with more is refused.
+        parts: maximum number of parts of a message; one with more is refused.
     """
 
     kind: bytes
@@ -79,7 +79,7 @@ class CutOff(Exception):
 
 
 class Receiver:
-    """Parses what one peer sends.
+    """Parses the data from one peer.
 
     Attributes:
         ready: whether the handshake is complete.
@@ -95,14 +95,14 @@ class Receiver:
     )
 
     def __init__(self, role: Role = ROUTER, limit_of: Callable[[bytes], int] | None = None) -> None:
-        """`limit_of(routing_id)` gives the limit that holds for the peer's frames once it is ready."""
+        """`limit_of(routing_id)` returns the limit for the peer's frames once it is ready."""
         self.ready = False
         self.routing_id = b""
         self.answers: list[bytes] = []
         self.limit = role.limit
         self._role, self._limit_of = role, limit_of
         self._greeted = False
-        self._data, self._at = b"", 0  # received data, and the position of what is not parsed yet
+        self._data, self._at = b"", 0  # received data, and the position up to which it is parsed
         self._rest = bytearray()  # an incomplete frame
         self._need = 0  # bytes needed before it is worth parsing again
         self._skip = 0  # bytes of a refused frame that are still to come
@@ -125,7 +125,7 @@ class Receiver:
         self._data, self._at = data, 0
 
     def take(self) -> bytes | None:
-        """Return the next message, or of several parts the last one; None if no complete one is left.
+        """Return the next message, or the last part if it has several; None if no complete one is left.
 
         Raises:
             BadFrame: the next message is not valid and was skipped; call `take` again.
