@@ -23,7 +23,7 @@ class AdminClient:
     """A session of an operator, or of `engine`. Use it as a context manager.
 
     Raises Unavailable if no daemon answers within `timeout` seconds, NotPermitted if this user may not attach or the
-    wrong user serves the endpoint, and any error that the daemon answers.
+    wrong user serves the endpoint, and any error that the daemon sends.
     """
 
     def __init__(self, endpoint: str, label: str = "admin", timeout: float = 5.0, engine: str = OPERATOR) -> None:
@@ -69,13 +69,13 @@ class AdminClient:
         self._door.close()
 
     def stats(self) -> dict[str, Any]:
-        """Return the daemon's figures, without this session among them."""
+        """Return the daemon's figures, without this session."""
         stats: dict[str, Any] = self.ask(Stats(0, b"")).stats
         stats["sessions"] = [session for session in stats["sessions"] if session["id"] != self.session]
         return stats
 
     def clear(self, namespace: str = "") -> int:
-        """Forget every unused block of `namespace`, or of all, and return how many blocks that were."""
+        """Forget every unused block of `namespace`, or of all, and return the number of blocks."""
         blocks: int = self.ask(Clear(0, b"", namespace)).blocks
         return blocks
 
@@ -84,12 +84,13 @@ class AdminClient:
         self.ask(Ping(0, b""))
 
     def fence_off(self, session: int) -> int:
-        """Give up a session whose process lives but does not reconnect; return how many of its reservations ended."""
+        """Give up a session whose process lives but does not reconnect; return the number of its reservations that
+        ended."""
         reservations: int = self.ask(Fence(0, b"", session)).reservations
         return reservations
 
     def ask(self, request: Request) -> Any:
-        """Fill in the id and token of `request`, send it and return the reply. Raises the error that it answers."""
+        """Fill in the id and token of `request`, send it and return the reply. Raises the error sent in reply."""
         number = self.tell(request)
         try:
             while True:

@@ -1,4 +1,4 @@
-"""The command line. Each kind of failure has its own exit code, and a message that says what helps."""
+"""The command line. Each kind of failure has its own exit code, and a message with the remedy."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def serve(path: str | None, fresh: bool, **flags: Any) -> None:
     """
     # The imports may start threads (numpy's). They inherit the blocked signals, so that none is delivered to them.
     signals.block()
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # one per processor would have nothing to do here
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # one per processor would be idle here
     from kvcache_server import logs
     from kvcache_server.daemon import lifecycle
 

@@ -13,7 +13,7 @@ class Rate:
     def __init__(self, per_second: float, burst: float) -> None:
         self._apart = 1 / per_second
         self._slack = burst / per_second
-        self._paid_until: dict[Hashable, float] = {}  # by key: when its allowed events are paid off
+        self._paid_until: dict[Hashable, float] = {}  # by key: the time at which its allowed events are paid off
 
     def allow(self, key: Hashable, now: float) -> bool:
         """Return whether an event of `key` is allowed now. A refused one does not count. O(1) on average."""

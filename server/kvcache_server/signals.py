@@ -21,7 +21,7 @@ def block() -> None:
 
 
 def unblock() -> None:
-    """Unblock SIGNALS; those that have arrived meanwhile are handled first. Install the handlers before."""
+    """Unblock SIGNALS; those that have arrived meanwhile are handled first. Install the handlers beforehand."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
 

@@ -1,7 +1,7 @@
 """Long answers, cut into slices: between two slices the daemon does other work. Pure.
 
 A piece of work is a generator. It yields after about LOOK blocks, and returns its result. The cache may change before
-it continues, so it checks again what it relies on.
+it continues, so it checks its assumptions again.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ SLICE_SECONDS = 0.002  # of the loop's time for consecutive slices
 
 
 def begin(steps: Steps[Result]) -> Result | Steps[Result]:
-    """Do the first slice. Return the result if that was all, else the remaining work."""
+    """Do the first slice. Return the result if no work remains, else the remaining work."""
     try:
         next(steps)
     except StopIteration as done:

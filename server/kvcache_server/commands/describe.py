@@ -1,4 +1,4 @@
-"""The daemon's figures as text: what `status` prints, and the parts that `top` shows. Pure."""
+"""The daemon's figures as text: the output of `status`, and the parts that `top` shows. Pure."""
 
 from __future__ import annotations
 
@@ -57,13 +57,13 @@ def heading(stats: dict[str, Any]) -> str:
 
 
 def occupied(pool: dict[str, Any]) -> str:
-    """Return how full the pool is."""
+    """Return a text on how full the pool is."""
     share = pool["used_bytes"] / pool["bytes"]
     return f"{format_size(pool['used_bytes'])} of {format_size(pool['bytes'])} used ({share:.0%})"
 
 
 def blocks(pool: dict[str, Any]) -> str:
-    """Return what the pool contains, and how much of it cannot be evicted."""
+    """Return a text on the pool's content, and the part of it that cannot be evicted."""
     return (
         f"{pool['blocks']:,} blocks, {pool['blocks_writing']:,} being written, "
         f"{format_size(pool['pinned_bytes'])} pinned, {pool['blocks_quarantined']:,} blocks in quarantine"
@@ -71,19 +71,19 @@ def blocks(pool: dict[str, Any]) -> str:
 
 
 def needed(stats: dict[str, Any]) -> str:
-    """Return how many of the blocks found engines asked to load: their devices' own caches had the rest."""
+    """Return a text on the found blocks that engines asked to load: their devices' own caches had the rest."""
     told = stats["told"]
     return f"{told.get('needed_blocks', 0):,} of them needed, {format_size(told.get('needed_bytes', 0))}"
 
 
 def copied(stats: dict[str, Any]) -> str:
-    """Return what engines have copied, over all ranks, as far as they have reported it."""
+    """Return a text on the copies by engines, over all ranks, as far as reported."""
     told = stats.get("told", {})
     return f"{format_size(told.get('loaded_bytes', 0))} loaded, {format_size(told.get('saved_bytes', 0))} saved"
 
 
 def evicting(eviction: dict[str, Any] | None) -> list[str]:
-    """Return lines on how blocks are chosen for eviction, and on how often they had been asked for."""
+    """Return lines on how blocks are chosen for eviction, and on how often they had been requested."""
     if not eviction:
         return []
     chosen = "what is worth least goes first"
@@ -120,7 +120,7 @@ def below(daemon: dict[str, Any]) -> list[str]:
 
 
 def tier_state(tier: dict[str, Any]) -> str:
-    """Return whether an attached tier is used, or why not."""
+    """Return a text on whether an attached tier is used, with the reason if not."""
     if tier["off"]:
         return f"off: {tier['off']}"
     refused = {"not written to": tier["writes_off"], "wrong values stay": tier["removals_off"]}
@@ -135,7 +135,7 @@ def absent_tiers(daemon: dict[str, Any]) -> dict[str, str]:
 
 
 def kept(hints: dict[str, Any]) -> list[str]:
-    """Return lines on what requests retain and operators pin; nothing if neither was asked for."""
+    """Return lines on blocks retained by requests and pinned by operators; nothing if neither was requested."""
     if not (hints["retentions"] or hints["pins"] or hints["refused"] or hints["dropped_blocks"]):
         return []
     engines = ", ".join(f"{each['engine']} {format_size(each['bytes'])}" for each in hints["engines"])
@@ -191,7 +191,7 @@ def duration(seconds: float) -> str:
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], left: int) -> list[str]:
-    """Return aligned lines; the first `left` columns are names, the others figures."""
+    """Return aligned lines; the first `left` columns are names, the rest figures."""
     if not rows:
         return [f"no {head[0]}s"]
     printable = [[_printable(cell) for cell in row] for row in rows]

@@ -12,8 +12,8 @@ import msgspec
 from kvcache_proto.errors import ConfigError
 from kvcache_server.insight.differences import differences
 
-MOST_PAIRS = 5  # of namespaces that are compared, of one daemon, or of one model on two hosts
-_MOST_OTHERS = 4  # further facts that are named
+MOST_PAIRS = 5  # of namespaces to compare, of one daemon, or of one model on two hosts
+_MOST_OTHERS = 4  # further facts to name
 
 
 class Space(msgspec.Struct):
@@ -42,8 +42,8 @@ def spaces_of(stats: dict[str, Any]) -> list[Space]:
 
 
 def read(text: bytes, name: str) -> list[Space]:
-    """Return the namespaces in the output of `status --json`. Raises ConfigError for anything else; `name` says what
-    was read."""
+    """Return the namespaces in the output of `status --json`. Raises ConfigError for anything else; `name` is that of
+    the source."""
     try:
         return msgspec.json.decode(text, type=_Report).namespaces
     except msgspec.ValidationError as error:
@@ -53,7 +53,7 @@ def read(text: bytes, name: str) -> list[Space]:
 
 
 def within(spaces: Sequence[Space]) -> list[str]:
-    """Return lines on namespaces of one daemon that have one model, and how they differ."""
+    """Return lines on namespaces of one daemon with the same model, and how they differ."""
     by_model = [list(same) for _, same in groupby(sorted(spaces, key=_model), key=_model)]
     pairs = (pair for same in by_model for pair in combinations(same, 2))
     lines = [
@@ -66,7 +66,7 @@ def within(spaces: Sequence[Space]) -> list[str]:
 
 
 def between(here: Sequence[Space], there: Sequence[Space]) -> list[str]:
-    """Return lines on what two hosts share: for each model that both have, its namespaces or how they differ."""
+    """Return lines on how two hosts share: for each model of both, its common namespaces or how they differ."""
     models = dict.fromkeys(map(_model, here)), dict.fromkeys(map(_model, there))
     lines: list[str] = []
     for model in models[0]:
@@ -100,8 +100,8 @@ def _between(here: list[Space], there: list[Space]) -> Iterator[str]:
 
 
 def _apart(one: Space, other: Space) -> list[list[Any]]:
-    """Return the facts in which two namespaces differ, in the order of NamespaceSpec's fields; those that a report has
-    left out are not compared."""
+    """Return the facts in which two namespaces differ, in the order of NamespaceSpec's fields; facts missing in a
+    report are not compared."""
     complete = bool(one.groups and other.groups)
     apart = []
     if complete and len(one.groups) != len(other.groups):

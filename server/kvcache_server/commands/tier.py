@@ -1,4 +1,4 @@
-"""`kvcache-server tier`: run a tier below the cache, as another program, which has none of the daemon's code."""
+"""`kvcache-server tier`: run a tier below the cache, as a separate program without any of the daemon's code."""
 
 from __future__ import annotations
 
@@ -40,6 +40,6 @@ def command(url: str, endpoint: str, name: str | None, writes: str) -> None:
 
 
 def run_tier_module(module: str, url: str, *arguments: str) -> NoReturn:
-    """Become a program of the package of tiers."""
+    """Replace this process by a program of the package of tiers."""
     os.environ["KVCACHE_TIER_URL"] = url
     os.execv(sys.executable, [sys.executable, "-m", f"kvcache_tiers.{module}", *arguments])

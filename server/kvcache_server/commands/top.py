@@ -1,4 +1,4 @@
-"""`kvcache-server top`: what the daemon is doing, once per second. It asks by message, so it works without HTTP.
+"""`kvcache-server top`: the daemon's activity, once per second. It uses messages, so it works without HTTP.
 
 A frame is computed from two reports. Each is written over the last one in a single write, so that nothing flickers even
 over a slow line. If the output is not a terminal, frames follow one another.
@@ -46,7 +46,7 @@ class Line(NamedTuple):
 
 
 class Sample(NamedTuple):
-    """One report of the daemon, and when it arrived."""
+    """One report of the daemon, and the time of its arrival."""
 
     stats: dict[str, Any]
     at: float
@@ -117,7 +117,7 @@ def _tiers(before: Sample, after: Sample) -> list[Line]:
     rows, states = [], []
     for tier in after.stats["daemon"]["tiers"]:
         total: Counter[str] = Counter({key: n for key, n in tier.items() if isinstance(n, int)})
-        # One that has just come back goes on with its former counts: this is no rate.
+        # A tier that has just come back continues its former counts: this is no rate.
         now = {key: n - earlier.get(tier["name"], tier).get(key, 0) for key, n in total.items()}
         gained = Counter(now)
         row = [tier["name"]]
@@ -143,7 +143,7 @@ def _gain(before: Sample, after: Sample, kind: str, name: str) -> tuple[int, int
 
 
 def _bytes(before: Sample, after: Sample, of: Callable[[dict[str, Any]], int | None]) -> tuple[float, float] | None:
-    """Return the bytes since `before` and in total, summed `of` all namespaces; None if not reported."""
+    """Return the bytes since `before` and in total, summed `of` all namespaces; None if it is not reported."""
     now, earlier = ({space["id"]: of(space) or 0 for space in each.stats["namespaces"]} for each in (after, before))
     if any(of(space) is None for space in after.stats["namespaces"]):
         return None
@@ -191,13 +191,13 @@ class Screen:
         self.is_terminal = out.isatty()
 
     def show(self, lines: list[Line]) -> None:
-        """Write one frame, cut to the terminal, in a single write, so that it never shows half of one."""
+        """Write one frame, cut to the terminal, in a single write, so that half a frame is never shown."""
         if not self.is_terminal:
             self._out.write("\n".join(line.shown for line in lines) + "\n")
             self._out.flush()
             return
         columns, rows = os.get_terminal_size(self._out.fileno())
-        columns -= 1  # at the last column, some terminals erase what was just written
+        columns -= 1  # at the last column, some terminals erase the text just written
         if len(lines) > rows:
             lines = [*lines[: rows - 1], Line(f"and {len(lines) - rows + 1} more lines: enlarge the window")]
         shown = [f"\x1b[1m{line.shown[:columns]}\x1b[m" if line.bold else line.shown[:columns] for line in lines]
@@ -238,7 +238,7 @@ def _quits(seconds: float) -> bool:
 
 
 def samples(endpoint: str) -> Generator[Sample | KVCacheError, None, None]:
-    """Yield a report, or why there is none, for each `next`; reconnect after a restart of the daemon."""
+    """Yield a report, or the error, for each `next`; reconnect after a restart of the daemon."""
     admin: AdminClient | None = None
     try:
         while True:

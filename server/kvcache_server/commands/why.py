@@ -90,7 +90,7 @@ NOTES = {
     "refused": "the daemon refused the lookup: see the engine's log",
     "came": "blocks that were being written or withheld were available after a short wait",
 }
-# What a tier said of blocks that were not in memory.
+# A tier's report about blocks that were not in memory.
 TIERS = {
     "off": "it was off: {why}",
     "asked": "it was being asked for them, and has not answered",
@@ -185,7 +185,7 @@ def _explained(told: dict[str, Any], memory: dict[str, Any]) -> list[str]:
         saved = f" ({note['blocks']:,} blocks{'' if note['cause'] in _RETAINED else ' not saved'})"
         saved = saved if note["blocks"] else ""
         why = CAUSES.get(note["cause"], note["cause"]) if note["blocks"] else NOTES.get(note["cause"], note["cause"])
-        # An engine may name any cause, also one that needs facts which only the daemon has.
+        # An engine may name any cause, even one that needs facts which only the daemon has.
         facts = defaultdict(lambda: "unknown", engine=told["engine"], ages=_age(note["age_s"]), own=told["engine"])
         why = why.format_map(facts)
         by = "" if note["cause"] in _RETAINED else "reported by the engine "
@@ -219,7 +219,7 @@ def _sentence(run: dict[str, Any], told: dict[str, Any], memory: dict[str, Any])
 
 
 def _worth(run: dict[str, Any]) -> str:
-    """Return why these blocks were evicted rather than others."""
+    """Return the reason that these blocks were evicted rather than others."""
     if "asked" not in run:
         return ""
     others = _OTHERS[run["cause"]]

@@ -1,4 +1,4 @@
-"""What an operator can do to a running daemon: the same, counted and logged, by message, signal and HTTP."""
+"""An operator's actions on a running daemon: the same, counted and logged, by message, signal and HTTP."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from kvcache_server.slices import Steps
 log = logging.getLogger(__name__)
 
 
-NOTABLE = 0.05  # of its pages: the part left unused above which a namespace is noted
+NOTABLE = 0.05  # of its pages: the unused fraction above which a namespace is noted
 
 
 class AdminOps:
@@ -37,14 +37,14 @@ class AdminOps:
         end_turn: Callable[[], None],
     ) -> None:
         """`tidy(session)` cleans up after a session that was fenced off; `figures()` returns the daemon's own;
-        `run(steps)` does long work in slices; `end_turn()` delivers what the core has reported."""
+        `run(steps)` does long work in slices; `end_turn()` delivers the core's reports."""
         self.integrity = {"checks": 0, "failures": 0}
         self._cache, self._insight, self._tidy, self._figures = cache, insight, tidy, figures
         self._run, self._end_turn = run, end_turn
         self._told: dict[str, int] = {}
         self._noted: set[int] = set()  # namespaces, by number, whose overhead has been logged
         self._checks: set[asyncio.Task[str]] = set()
-        self._cleared_at, self._unsaid = -math.inf, 0  # when engines' clears were logged last; blocks since then
+        self._cleared_at, self._unsaid = -math.inf, 0  # time of the last log line on engines' clears; blocks since then
 
     @property
     def in_grace(self) -> bool:
@@ -74,7 +74,7 @@ class AdminOps:
         )
 
     def summarise(self, messages: int, sessions: int) -> None:
-        """Log one line about what has happened since the last one, if anything has; `messages` is the count so far."""
+        """Log one line about the events since the last one, if any; `messages` is the count so far."""
         if messages == self._told.get("messages", 0):
             return
         cache = self._cache
@@ -99,7 +99,7 @@ class AdminOps:
             )
 
     def clear(self, namespace: str, who: str) -> int:
-        """Forget every block of `namespace`, or of all; return how many blocks that were.
+        """Forget every block of `namespace`, or of all; return the number of blocks.
 
         Raises ClientError for an unknown namespace, Unavailable during the grace period.
         """
@@ -130,7 +130,8 @@ class AdminOps:
         )
 
     def fence_off(self, session: int, who: str) -> int:
-        """Give up a session that is away; return how many reservations ended. Raises ClientError if it is not away."""
+        """Give up a session that is away; return the number of reservations that ended. Raises ClientError if it is not
+        away."""
         reservations = self._cache.fence_off(session, time.monotonic())
         self._end_turn()
         self.fenced_off(session, who)
@@ -150,7 +151,7 @@ class AdminOps:
     async def check(self) -> str:
         """Check the invariants; return the one that is violated, or "".
 
-        All are checked at one instant if that is quick or nobody is attached, otherwise part by part, in slices.
+        All are checked at one instant if that is quick or no client is attached, otherwise part by part, in slices.
         """
         broken = ""
         try:

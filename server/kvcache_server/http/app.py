@@ -1,7 +1,7 @@
 """HTTP in the daemon's own loop: health, figures and operators' actions. `schema.py` lists the routes.
 
-Off unless `http` names an address. Errors are JSON: {"code", "message"}. `connection_limiter.py` keeps clients from
-taking more of the loop's time than they should.
+Off unless `http` names an address. Errors are JSON: {"code", "message"}. `connection_limiter.py` bounds the loop's time
+that clients take.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class HttpApp:
         self._loop.run_until_complete(self._runner.cleanup())
 
     def collect(self) -> None:
-        """Free the memory that closed connections have left behind. O(new objects)."""
+        """Free the memory left by closed connections. O(new objects)."""
         if self._limiter:
             self._limiter.collect()
 
@@ -130,10 +130,10 @@ class HttpApp:
         return guarded
 
     async def _answer(self, make: Callable[[dict[str, Any]], bytes], content_type: str = JSON) -> web.Response:
-        """Answer with what `make` returns for a report.
+        """Answer with the result of `make` for a report.
 
         Reports are made one at a time. Each is followed by a pause, in which the loop serves engines; the next request
-        waits for its end, also when the one before was cancelled.
+        waits for its end, even if the one before was cancelled.
         """
         async with self._turn:
             await asyncio.sleep(self._duty_cycle.wait(time.monotonic()))

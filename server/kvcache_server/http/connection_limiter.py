@@ -1,7 +1,7 @@
 """Limits on HTTP connections, so that they cannot hurt the loop that serves engines.
 
-Connections are accepted at a bounded rate and limited in number, duration and bytes, one request each. Those that are
-not accepted yet wait in the kernel.
+Connections are accepted at a bounded rate and limited in number, duration and bytes, one request each. Connections that
+are not accepted yet wait in the kernel.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kvcache_server.transport.sockets import Acceptor
 
 A_SECOND, AT_ONCE = 200, 20  # connections; one costs the loop some 0.3 ms
 OPEN = 32  # connections at one time
-SECONDS = 10.0  # that one may last
+SECONDS = 10.0  # for which one may last
 BYTES = 64 << 10  # that one may send, headers and body together
 BACKLOG = 128
 LINES_A_MINUTE = 20  # in the log, about requests that are not HTTP
@@ -150,7 +150,7 @@ class ConnectionLimiter:
 
     def entered(self, connection: Connection) -> None:
         if len(self._open) >= OPEN:
-            # Answers are quick, so the oldest connection is one that does not ask or does not read.
+            # Answers are quick, so the oldest connection is one that sends no request or does not read.
             next(iter(self._open)).cut("crowded_out")
         self._open[connection] = self._loop.call_later(self._seconds, connection.cut, "too_slow")
 

@@ -227,7 +227,7 @@ def _lookups(stats: Mapping[str, Any]) -> Iterator[Metric]:
 
 
 def _eviction(eviction: Mapping[str, Any]) -> Iterator[Metric]:
-    """How well the daemon decides which blocks to keep."""
+    """The quality of the daemon's decisions on which blocks to keep."""
     doc = "1 while the least recently used blocks are evicted, because that finds more than eviction by worth"
     yield _gauge("eviction_by_age", doc, int(eviction["by_age"]))
     yield _counter("eviction_switches", "Changes between eviction by worth and by age", eviction["switches"])
@@ -237,7 +237,7 @@ def _eviction(eviction: Mapping[str, Any]) -> Iterator[Metric]:
 
 
 def _hints(hints: Mapping[str, Any]) -> Iterator[Metric]:
-    """What requests have said of their blocks, and what operators have pinned."""
+    """The hints of requests on their blocks, and the pins of operators."""
     kept = {"request": hints["retained_bytes"], "operator": hints["pinned_bytes"]}
     yield _gauge("kept_bytes", "Bytes kept from eviction: retained by requests, or pinned by operators", kept, "by")
     counts = {"request": hints["retentions"], "operator": len(hints["pins"])}
@@ -249,7 +249,7 @@ def _hints(hints: Mapping[str, Any]) -> Iterator[Metric]:
 
 
 def _told(told: Mapping[str, int]) -> Iterator[Metric]:
-    """What engines count, as far as their clients have reported it."""
+    """The counts of engines, as far as their clients have reported them."""
     done = {way: told.get(size, 0) for way, (size, _) in _COPIED.items()}
     yield _counter("engine_copied_bytes", "Bytes that engines have loaded to and saved from their devices", done, "way")
     seconds = {way: told.get(time, 0) / 1e6 for way, (_, time) in _COPIED.items()}

@@ -1,4 +1,4 @@
-"""What the daemon's and the dashboard's HTTP servers have in common: JSON in and out, and errors in one form."""
+"""The common parts of the daemon's and the dashboard's HTTP servers: JSON in and out, and errors in one form."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ def finish_replies(
     Args:
         names: host names by which the server may be addressed, in lower case, besides its addresses.
         failed: called with each defect of ours, which is answered with 500.
-        headers: of every reply, besides the common ones.
-        statuses: of further errors; the first that an error is an instance of counts.
+        headers: headers of every reply, besides the common ones.
+        statuses: statuses of further errors; the first class that an error is an instance of counts.
         answered: called with the status of every reply.
         not_found: text for unknown paths.
     """

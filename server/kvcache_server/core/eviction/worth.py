@@ -87,8 +87,7 @@ class Refresh:
 class Worths:
     """The evidence, and the table made from it. Lists have one entry per class and bin: `cls * BINS + bin`.
 
-    `returning` is the fraction of blocks requested once that are requested again, by the ages that were seen; at first
-    0.
+    `returning` is the fraction of blocks requested once that are requested again, by the ages seen; at first 0.
     """
 
     def __init__(self) -> None:
@@ -98,7 +97,7 @@ class Worths:
         self._tabulate([0.0] * (CLASSES * BINS))
 
     def returned(self, tick: int, now: int, share: Share) -> None:
-        """Count a block of `share` that was requested again."""
+        """Count a block of `share` as requested again."""
         at = (tick & CLASS_MASK) * BINS + bin_of(now - tick)
         self.again[at] += 1
         self._count()
