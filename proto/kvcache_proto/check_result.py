@@ -15,9 +15,9 @@ class CheckResult(msgspec.Struct, frozen=True, omit_defaults=True):
     """One line of the report.
 
     Attributes:
-        name: what was checked, such as "cuda:0 copies".
+        name: the thing checked, such as "cuda:0 copies".
         verdict: "slow" works, but `cure` would make it faster; "untested" is neither good nor bad.
-        figure: what was found, or why it is untested.
+        figure: the finding, or the reason that it is untested.
         cure: the remedy, or nothing.
         how: "measured" on the real thing, "simulated" on a substitute, or nothing if that does not matter.
         values: the figures for programs; each name ends in the unit.

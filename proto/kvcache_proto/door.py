@@ -1,4 +1,4 @@
-"""The handshake at the door, as every client needs it: connect, frame messages, judge the answer.
+"""The handshake at the door, for all clients: connect, frame messages, judge the answer.
 
 A message at the door is preceded by its length, as four bytes in little-endian order.
 """
@@ -22,8 +22,8 @@ LENGTH = struct.Struct("<I")
 def connect(door: socket.socket, endpoint: str) -> None:
     """Connect `door` to the door of `endpoint`.
 
-    Raises ConfigError for an unusable endpoint, Unavailable where no daemon listens there or its queue is full, and
-    NotPermitted where this user may not connect. The message says what helps.
+    Raises ConfigError for an unusable endpoint, Unavailable if no daemon listens there or its queue is full, and
+    NotPermitted if this user may not connect. The message has the remedy.
     """
     path = door_path(endpoint)
     try:
@@ -57,15 +57,16 @@ def frame(message: DoorMessage) -> bytes:
 
 
 def send_hello(door: socket.socket, hello: Hello) -> None:
-    """Send `hello`. If the daemon has closed the connection before, its last message says why: read that next."""
+    """Send `hello`. If the daemon has already closed the connection, its last message has the reason: read that
+    next."""
     with contextlib.suppress(BrokenPipeError):
         door.sendall(frame(hello))
 
 
 def missing(received: bytes | bytearray) -> int:
-    """Return how many bytes at least are missing of the message that `received` begins with.
+    """Return the minimum number of bytes missing of the message that `received` begins with.
 
-    0 means that it is complete; a negative number says how many bytes follow it. Raises BadFrame for a length out of
+    0 means that it is complete; a negative number counts the bytes after it. Raises BadFrame for a length out of
     bounds.
     """
     if len(received) < LENGTH.size:
@@ -98,7 +99,7 @@ def read_welcome(received: bytes) -> Welcome:
 
 
 def _is_removed(folder: str) -> bool:
-    """Return whether the folder has no name left, so that only a mount leads to it."""
+    """Return whether the folder no longer has a name, so that only a mount leads to it."""
     try:
         return os.stat(folder).st_nlink == 0
     except OSError:

@@ -43,7 +43,7 @@ class GeometryMismatch(ClientError):
 
 
 class BadArgument(ClientError):
-    """A value is outside of what the protocol allows; the message names the value and its bounds."""
+    """A value is outside the bounds of the protocol; the message names the value and its bounds."""
 
     code = "bad_argument"
 

@@ -35,7 +35,7 @@ Most = msgspec.Meta(max_length=MAX_HASHES)  # reading the millions that fit into
 MAX_NOTES = 4096  # per message: reading one takes as long as many hashes
 MAX_SECONDS = 30 * 86_400.0  # of a retention
 MAX_JOBS = 4096  # of each kind in a message
-# When a block is written to a tier: asked for a second time; stored; about to be evicted, if it was ever found.
+# When a block is written to a tier: requested a second time; stored; about to be evicted, if it was ever found.
 SECOND, THROUGH, AHEAD = WRITE_POLICIES = ("second", "through", "ahead")
 Outcomes = Annotated[list[tuple[int, bytes]], msgspec.Meta(max_length=MAX_JOBS)]  # a job's number, a byte per block
 Shards = Annotated[tuple[int, ...], msgspec.Meta(max_length=MAX_SHARDS)]
@@ -95,7 +95,7 @@ class Acquire(msgspec.Struct, tag="acquire", array_like=True):
     """Look up the longest cached prefix of `hashes`; with `pin`, take a lease; with `verify`, also return checksums.
 
     In a namespace with tails, a lookup of group 0 is for all groups: the longest prefix after which the engine can
-    continue, of whose tails it needs no block before number `start`.
+    continue; it needs no blocks of tails before number `start`.
 
     For a later `Why`: `request` is the engine's name for the request, `tokens` the length of its prompt, `salted`
     whether its hashes contain a salt. A lookup without a name is not remembered.
@@ -148,7 +148,7 @@ class Settle(msgspec.Struct, tag="settle", array_like=True):
     """Report the outcome of `shards` of the granted blocks at `positions`; no positions means all of them.
 
     `outcome` is an Outcome. A writer settles its own shards. The session that reserved may settle any shard as
-    NEVER_STARTED, but only while it has not told the writers about the slots.
+    NEVER_STARTED, but only while it has not passed the slots to the writers.
 
     `sums` are the checksums of the committed shards, SUM_BYTES per shard, position after position; empty if the writer
     computed none.
@@ -165,7 +165,7 @@ class Settle(msgspec.Struct, tag="settle", array_like=True):
 
 
 class Distrust(msgspec.Struct, tag="distrust", array_like=True):
-    """Report that the blocks in `slots` (concatenated references) do not contain what was stored.
+    """Report that the blocks in `slots` (concatenated references) do not contain the stored bytes.
 
     `finding` is a Finding. The blocks and all their descendants are forgotten.
     """
@@ -179,9 +179,9 @@ class Distrust(msgspec.Struct, tag="distrust", array_like=True):
 
 
 class Note(msgspec.Struct, array_like=True):
-    """What only the engine knows: why it made no lookup for `request`, or did not save its blocks `hashes`.
+    """A note of the engine: the cause for which it made no lookup for `request`, or did not save its blocks `hashes`.
 
-    `cause` is a word of lower-case letters and underscores, `age_ms` how long ago that was.
+    `cause` is a word of lower-case letters and underscores, `age_ms` the time since then.
     """
 
     request: Name
@@ -203,8 +203,8 @@ class Remark(msgspec.Struct, tag="remark", array_like=True):
 class Retain(msgspec.Struct, tag="retain", array_like=True):
     """Keep `hashes`, a chain from its root on, from being evicted for `seconds`, within the engine's quota.
 
-    Blocks that are not cached yet are kept once they are. What does not fit is refused. `request` is the engine's name
-    for the request that asks, for a later `Why`.
+    Blocks that are not cached yet are kept once they are. Blocks that do not fit are refused. `request` is the engine's
+    name for the request, for a later `Why`.
     """
 
     id: int
@@ -217,7 +217,7 @@ class Retain(msgspec.Struct, tag="retain", array_like=True):
 
 
 class Drop(msgspec.Struct, tag="drop", array_like=True):
-    """Nobody needs the end of the chain `hashes` again: those of its blocks that nobody shares are evicted first.
+    """Report that the end of the chain `hashes` is not needed again: its blocks that are not shared are evicted first.
 
     The first `after` blocks stay as they are.
     """
@@ -285,7 +285,7 @@ class Clear(msgspec.Struct, tag="clear", array_like=True):
 
 
 class Restate(msgspec.Struct, tag="restate", array_like=True):
-    """Report what a resumed session still holds.
+    """Report the leases that a resumed session still holds, and the reservations that it received.
 
     `leases` are [lease, reference of its last block, followed by those of its tails' blocks]; `heard` is the highest
     reservation that the session received. Later ones are given back.
@@ -308,7 +308,7 @@ class Fence(msgspec.Struct, tag="fence", array_like=True):
 class Tell(msgspec.Struct, tag="tell", array_like=True):
     """Report the state of the client. It has no reply.
 
-    `breaker` is a Breaker; `counts` is what the client has counted, by name, since its last report.
+    `breaker` is a Breaker; `counts` has the client's counts, by name, since its last report.
     """
 
     id: int
@@ -339,9 +339,10 @@ class Watch(msgspec.Struct, tag="watch", array_like=True):
 class Work(msgspec.Struct, tag="work", array_like=True):
     """Ask for work as the tier `tier`: answered by Jobs once there is some, or after half a second.
 
-    Only sessions of the daemon's own user may be tiers. `batch_bytes` is how much a tier likes to write at once;
-    `writes` is the policy by which it wants blocks, one of WRITE_POLICIES. If `writes_off` is not empty, it says why
-    the tier gets nothing to write until it asks for work without it; `removals_off`, why wrong values stay there.
+    Only sessions of the daemon's own user may be tiers. `batch_bytes` is the tier's preferred size of a write; `writes`
+    is the policy by which it wants blocks, one of WRITE_POLICIES. If `writes_off` is not empty, it is the reason that
+    the tier gets nothing to write until it asks for work without it; `removals_off` is the reason that wrong values
+    stay there.
     """
 
     id: int
@@ -354,12 +355,12 @@ class Work(msgspec.Struct, tag="work", array_like=True):
 
 
 class Worked(msgspec.Struct, tag="worked", array_like=True):
-    """Report what became of jobs, by their numbers. It has no reply; unknown numbers are counted.
+    """Report the outcomes of jobs, by their numbers. It has no reply; unknown numbers are counted.
 
     Each answer has a byte per block of its job: in `found` it is 1 if the tier has the block of a Look, in `brought` if
     the block of a Bring is cached or being written, in `written` if the tier has the block of a WriteOut. If `off` is
-    not empty, it says why the tier gets no further jobs until it asks for some, and `writes_off` is that of the next
-    Work, which may be late.
+    not empty, it is the reason that the tier gets no further jobs until it asks for some, and `writes_off` is that of
+    the next Work, which may be late.
     """
 
     id: int
@@ -389,11 +390,11 @@ class Acquired(msgspec.Struct, tag="acquired", array_like=True):
     but the engine's quota does not allow it to pin them until it has released others. `sums` has the checksum of each
     shard of each reference, SUM_BYTES each, if it was requested; 0 means none.
 
-    A tier is bringing the `coming` blocks after the hits, of which some may be pending, in about `eta_ms`. If only
-    `eta_ms` is not 0, tiers are being asked for them, and it is known by then whether one has them.
+    A tier is bringing the `coming` blocks after the hits, some of which may be pending, in about `eta_ms`. If only
+    `eta_ms` is not 0, tiers are being asked, and will have answered by then.
 
-    In a namespace with tails, the engine could continue after `junction` blocks, more than are cached, if the tails
-    had what that takes; 0 if there is no such number.
+    In a namespace with tails, the engine could continue after `junction` blocks, more than are cached, if the tails had
+    the blocks for that; 0 if there is no such number.
     """
 
     id: int
@@ -439,7 +440,8 @@ class Distrusted(msgspec.Struct, tag="distrusted", array_like=True):
 
 
 class Retained(msgspec.Struct, tag="retained", array_like=True):
-    """`blocks` of the chain are kept from now on; `refused` says why no more of the cached ones are, "" if all are."""
+    """`blocks` of the chain are kept from now on; `refused` is the reason that no more of the cached ones are, "" if
+    all are."""
 
     id: int
     blocks: int
@@ -462,7 +464,7 @@ class Pinned(msgspec.Struct, tag="pinned", array_like=True):
 
 
 class Unpinned(msgspec.Struct, tag="unpinned", array_like=True):
-    """`pins` is how many ended."""
+    """`pins` is the number of ended pins."""
 
     id: int
     pins: int
@@ -506,7 +508,7 @@ class Restated(msgspec.Struct, tag="restated", array_like=True):
 
 
 class Fenced(msgspec.Struct, tag="fenced", array_like=True):
-    """`reservations` is how many of that session were given up; their slots are in quarantine."""
+    """`reservations` is the number of the session's reservations given up; their slots are in quarantine."""
 
     id: int
     reservations: int
@@ -520,7 +522,7 @@ class Explained(msgspec.Struct, tag="explained", array_like=True):
 
 
 class Seen(msgspec.Struct, array_like=True):
-    """One lookup: when (by a monotonic clock), by which engine and request, and what it requested and found."""
+    """One lookup: its time (by a monotonic clock), engine and request, and the blocks requested and found."""
 
     at_ms: int
     engine: str
@@ -544,7 +546,7 @@ class Watched(msgspec.Struct, tag="watched", array_like=True):
 
 
 class Look(msgspec.Struct, array_like=True):
-    """Say which blocks of a chain the tier has. `namespace` is an id."""
+    """Report which blocks of a chain the tier has. `namespace` is an id."""
 
     number: int
     namespace: str
@@ -589,7 +591,7 @@ class Jobs(msgspec.Struct, tag="jobs", array_like=True):
 class Error(msgspec.Struct, tag="error", array_like=True):
     """`code` names a class of errors.py; `id` is 0 if the request could not be read.
 
-    Both sides log the message, which may contain names that others chose. Therefore it is turned into one line of
+    Both sides log the message, which may contain names chosen by other clients. So it is turned into one line of
     printable text, both when it is sent and when it is received.
     """
 

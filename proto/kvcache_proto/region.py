@@ -5,9 +5,9 @@
     data_offset  page 0 | page 1 | ...
 
 A block takes as many pages as its bytes need: one run of pages, or several. The row of its first page describes the
-block, and each row of the first page of a run says how many pages the run has, and where the next one begins. All
-numbers are native, aligned u64 words (every host that this runs on is little-endian), so each is written by one store.
-Only the daemon writes rows; all clients write data. PROTOCOL.md is the normative text.
+block, and the row of the first page of each run has the run's number of pages, and the place where the next run begins.
+All numbers are native, aligned u64 words (every host that this runs on is little-endian), so each is written by one
+store. Only the daemon writes rows; all clients write data. PROTOCOL.md is the normative text.
 
 The functions work on any writable buffer: on a `bytearray` in tests, and on the mapping in the daemon.
 """
@@ -23,9 +23,9 @@ from kvcache_proto.errors import RegionError
 from kvcache_proto.types import BlockRef, PoolGeometry
 
 MAGIC = int.from_bytes(b"KVCREGN1", "little")
-FORMAT_VERSION = 3  # of what clients read: header, generations, runs
-ROWS_FORMAT = 3  # of what only the daemon reads
-ROWS_GIVEN_UP = (1 << 64) - 1  # instead of it: no later daemon may read the rows
+FORMAT_VERSION = 3  # of the parts that clients read: header, generations, runs
+ROWS_FORMAT = 3  # of the parts that only the daemon reads
+ROWS_GIVEN_UP = (1 << 64) - 1  # in its place: no later daemon may read the rows
 WORD = 8
 HEADER = 4096
 ALIGN = 2 << 20  # pages begin and end on huge pages
@@ -42,8 +42,8 @@ FREE, WRITING, READY, DOOMED, CONTINUED = 0, 1, 2, 3, 4
 # Words of the header.
 _H_MAGIC, _H_VERSION, _H_ID, _H_BYTES, _H_PAGE_BYTES, _H_PAGES, _H_DATA, _H_CHECK = 0, 1, 2, 4, 5, 6, 7, 8
 _H_ROWS, _H_READY = 9, 10
-# Words of a row. State, tick, settled shards and the parent change individually, by one store each. The checksum covers
-# the generation and the body, which are written once per block; in a CONTINUED row, the generation and the run.
+# Words of a row. State, tick, settled shards and parent change individually, by one store each. The checksum covers the
+# generation and the body, which are written once per block; in a CONTINUED row, the generation and the run.
 _R_STATE, _R_TICK, _R_SETTLED, _R_GENERATION, _R_RUN, _R_PARENT, _R_CHECK = 0, 1, 2, 3, 13, 14, 15
 _BODY = struct.Struct("=QIHHQQII32sI4xQ")
 _CONTINUED = struct.Struct("=QQ")
@@ -71,7 +71,7 @@ ROW_FIELDS = {
 
 
 class RowBody(NamedTuple):
-    """What a row says about the block that was granted there.
+    """The fields of a row that describe the block granted there.
 
     `owner` is the session that reserved it, `engine` the daemon's number for its engine, `position` that of the block
     in its `reservation`, and `writers` the daemon's number for the set of sessions that write its shards.
@@ -106,7 +106,7 @@ def plan_geometry(region_id: bytes, size: int, page_bytes: int = 0) -> PoolGeome
     """Return the geometry of a region whose pages and their rows take at most `size` bytes.
 
     The header, and the rest of the last huge page of rows, come on top. With `page_bytes` 0, it is `default_page`.
-    Raises RegionError for a page size that is none, or if there are too few or too many pages.
+    Raises RegionError for an invalid page size, or if there are too few or too many pages.
     """
     page_bytes = page_bytes or default_page(size)
     if not LEAST_PAGE <= page_bytes <= MOST_PAGE or page_bytes & (page_bytes - 1):
@@ -128,7 +128,7 @@ def plan_geometry(region_id: bytes, size: int, page_bytes: int = 0) -> PoolGeome
 def default_page(size: int) -> int:
     """Return the page size for a region of `size` bytes: large enough that there are at most MAX_PAGES.
 
-    Half a page of each block is unused on average: of blocks of 1 MiB, under 1 % with the common one.
+    Half a page of each block is unused on average: with the common page size, under 1 % of blocks of 1 MiB.
     """
     page = SMALL_PAGE if size < SMALL_REGION else COMMON_PAGE
     while size // (page + ROW) > MAX_PAGES and page < MOST_PAGE:
@@ -137,7 +137,7 @@ def default_page(size: int) -> int:
 
 
 def pages_of(block_bytes: int, page_bytes: int) -> int:
-    """Return how many pages a block of `block_bytes` takes."""
+    """Return the number of pages that a block of `block_bytes` takes."""
     return -(-block_bytes // page_bytes)
 
 
@@ -211,7 +211,7 @@ class RegionRows:
 
     @property
     def ready_pages(self) -> int:
-        """How many pages, from the first one on, are present in memory: the daemon makes them one after the other."""
+        """The number of pages present in memory, from the first one on: the daemon makes them in order."""
         return min(int(self._words[_H_READY]), self.geometry.pages)
 
     @ready_pages.setter
@@ -300,7 +300,7 @@ class RegionRows:
         return Row(state, generation, w[at + _R_TICK], w[at + _R_SETTLED], w[at + _R_PARENT], body)
 
     def read_run(self, row: int, generation: int) -> tuple[int, int] | None:
-        """Return the pages of a further run of the block with that generation, and where the next one begins, as for
+        """Return the number of pages of a further run of the block with that generation, and the next run, as for
         `open_row`; None if the row is not one, or its checksum is wrong."""
         w, at = self._words, row // WORD
         run = w[at + _R_RUN]
@@ -315,7 +315,7 @@ class RegionRows:
     def runs(self, ref: BlockRef, pages: int) -> list[Run]:
         """Return the runs of the block of `pages` pages that `ref` refers to.
 
-        Raises RegionError if it has none of that size: any process that maps the region may have written the rows.
+        Raises RegionError if there are none of that size: any process that maps the region may have written the rows.
         """
         page, left = self.page_of(ref.offset), pages
         found: list[Run] = []
@@ -336,9 +336,9 @@ class RegionRows:
         return found
 
     def views(self, ref: BlockRef, block_bytes: int, begin: int, size: int) -> list[memoryview]:
-        """Return `size` bytes from `begin` on of the block of `block_bytes` that `ref` refers to, as its runs lie.
+        """Return `size` bytes from `begin` on of the block of `block_bytes` that `ref` refers to, one view per run.
 
-        Raises RegionError if the block has no such bytes, or is another one now.
+        Raises RegionError if the block has no such bytes, or is now another one.
         """
         if begin < 0 or size < 0 or begin + size > block_bytes:
             raise RegionError(f"bytes {begin} to {begin + size} of a block of {block_bytes}")
@@ -369,7 +369,7 @@ def row_of(page: int) -> int:
 
 
 def pieces(geometry: PoolGeometry, runs: Sequence[Run], begin: int, size: int) -> list[tuple[int, int]]:
-    """Return where `size` bytes from `begin` on of a block lie that has these runs: offsets in the region, sizes."""
+    """Return the pieces of `size` bytes from `begin` on of a block with these runs: offsets in the region, sizes."""
     found: list[tuple[int, int]] = []
     end, at = begin + size, 0
     for page, count in runs:

@@ -1,4 +1,4 @@
-"""Make text from others safe for logs and terminals. Pure."""
+"""Make text from other processes safe for logs and terminals. Pure."""
 
 from __future__ import annotations
 

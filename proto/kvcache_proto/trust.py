@@ -1,7 +1,9 @@
-"""Which users a client trusts as servers: it gives them the KV of prompts, and computes with what they return.
+"""The users that a client trusts as servers: it gives them the KV of prompts, and computes with the KV that they
+return.
 
-The default endpoint of a user may be in /tmp, where the folder belongs to whoever creates it first. A client therefore
-asks the kernel who listens on the handshake socket, and checks who could replace the sockets or a folder on the path.
+The default endpoint of a user may be in /tmp, where a folder belongs to the user who creates it first. A client
+therefore asks the kernel which user listens on the handshake socket, and checks which users could replace the sockets
+or a folder on the path.
 """
 
 from __future__ import annotations

@@ -18,14 +18,14 @@ BlockHash = bytes
 FULL, TAIL = "full", "tail"  # kinds of groups
 MAX_SHARDS = 64
 MAX_GROUPS = 16
-MAX_REACH = 8192  # blocks of all tails together: each lookup pins as many
+MAX_REACH = 8192  # blocks of all tails together: a lookup pins up to this many
 MAX_BLOCK_TOKENS = 1 << 20
 MAX_SHARD_BYTES = 1 << 40
 MAX_HASHES = 16_384  # of a prompt in one lookup
 MAX_BLOCKS = 256  # of one reservation
 MIN_HASH_BYTES, MAX_HASH_BYTES = 8, 32
 MAX_NAME = 256
-UNNAMED = "unnamed-"  # begins the name of weights that one engine has, and that is used once
+UNNAMED = "unnamed-"  # prefix of the name of weights that only one engine has; such a name is used once
 MAX_IDENTITY = 4096  # characters; `status` contains all of them, in one frame
 
 _REF = struct.Struct("<QQ")
@@ -35,7 +35,7 @@ SUM_BYTES = 8  # of a shard's checksum: XXH3, 64 bits, little-endian; 0 means no
 
 
 class BlockRef(NamedTuple):
-    """Where a block's first page begins in the region, and the generation by which a reader checks that the block is
+    """The offset of a block's first page in the region, and the generation by which a reader checks that the block is
     still there. If it has several runs of pages, its row has the others."""
 
     offset: int
@@ -81,14 +81,14 @@ class Verdict(enum.IntEnum):
     HIDDEN = 2  # complete, but its parent is not visible yet
     FAILED = 3
     SUPERSEDED = 4
-    ORPHANED = 5  # an ancestor failed, so nobody could reach it
+    ORPHANED = 5  # an ancestor failed, so no lookup could reach it
 
 
 class Finding(enum.IntEnum):
-    """Why a block is wrong."""
+    """The fault of a block."""
 
     CORRUPT = 0  # its bytes do not match the checksum of its writer
-    DIFFERENT = 1  # its bytes differ from a new computation of its tokens
+    DIFFERENT = 1  # its bytes differ from those computed again from its tokens
 
 
 class Breaker(enum.IntEnum):
@@ -135,10 +135,9 @@ class GroupSpec(msgspec.Struct, frozen=True, array_like=True, omit_defaults=Fals
                 raise BadArgument(f"shard_bytes {size!r}: 1 to {MAX_SHARD_BYTES} bytes")
 
     def needed(self, end: int) -> int:
-        """Return how many of the first `end` blocks of a chain, the last ones, an engine needs to continue after them.
+        """Return how many of the last of the first `end` blocks of a chain an engine needs to continue after them.
 
-        For a tail: `reach`, which covers a window or a state. With a `period`, it needs none from before the last
-        multiple of it.
+        For a tail: `reach`, which covers a window or a state. With a `period`, none before the last multiple of it.
         """
         if self.kind == FULL:
             return end
@@ -212,12 +211,12 @@ class NamespaceSpec(msgspec.Struct, frozen=True, array_like=True):
         return NamespaceSpec(self.model, self.groups, {**self.identity, "weights": weights}, self.hash_bytes)
 
     def with_unnamed_weights(self) -> NamespaceSpec:
-        """Return the same namespace for weights that only this engine has, for as long as it stays there."""
+        """Return the same namespace for weights that only this engine has, for as long as it is attached."""
         return self.with_weights(UNNAMED + secrets.token_hex(16))
 
     @property
     def ephemeral(self) -> bool:
-        """Whether nobody can attach it again once its members have left: its weights have a random name."""
+        """Whether no client can attach it again once its members have left: its weights have a random name."""
         return self.identity.get("weights", "").startswith(UNNAMED)
 
     def check_same_geometry(self, other: NamespaceSpec) -> None:
@@ -246,7 +245,8 @@ class PoolGeometry(msgspec.Struct, frozen=True, array_like=True):
 
 
 def check_hashes(hashes: Sequence[bytes], hash_bytes: int) -> None:
-    """Raise BadArgument if there are more than MAX_HASHES hashes, or one has not `hash_bytes` bytes. O(n), in C."""
+    """Raise BadArgument if there are more than MAX_HASHES hashes, or one does not have `hash_bytes` bytes. O(n), in
+    C."""
     if len(hashes) > MAX_HASHES:
         raise BadArgument(f"{len(hashes)} hashes in one message: at most {MAX_HASHES}")
     lengths = set(map(len, hashes))
