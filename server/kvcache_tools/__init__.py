@@ -1,1 +1,1 @@
-"""Commands that never run in a daemon, an engine or a tier: they plan, install, try out and examine."""
+"""Commands that never run in a daemon, an engine or a tier: for planning, installing, trying out and examining."""

@@ -60,7 +60,7 @@ class Prompts:
         self.heads: list[int] = []  # numbers of the first blocks of prompts that share no prefix
 
     def new(self) -> tuple[list[bytes], int]:
-        """Return the hashes of a new prompt, and how many of them it shares with an earlier one."""
+        """Return the hashes of a new prompt, and the number of them that it shares with an earlier one."""
         shared: list[bytes] = []
         if self.chains and self._draw.random() < 0.5:
             shared = self._draw.choice(self.chains)
@@ -93,12 +93,12 @@ class Writer(AdminClient):
         return self
 
     def write(self) -> tuple[int, float]:
-        """Reserve and commit the next RUN blocks; return how many were granted, and the seconds."""
+        """Reserve and commit the next RUN blocks; return the number granted, and the seconds."""
         if self._at >= len(self._chain):
             if self._chain:
                 self.prompts.chains.append(self._chain)
             self._chain, self._at = self.prompts.new()
-            self.acquire(self._chain)  # an engine asks for a prompt before it computes it
+            self.acquire(self._chain)  # an engine looks a prompt up before it computes it
         run = self._chain[self._at : self._at + RUN]
         parent = self._chain[self._at - 1] if self._at else None
         begin = time.perf_counter()
@@ -266,12 +266,12 @@ def cpu_seconds(pid: int) -> float:
 
 def idle_share(pid: int, seconds: float) -> float:
     before = cpu_seconds(pid)
-    time.sleep(seconds)  # idle: this is what is measured
+    time.sleep(seconds)  # idle: this is measured
     return (cpu_seconds(pid) - before) / seconds
 
 
 def size_for(blocks: int) -> int:
-    """Return a size at which a region with pages of PAGE has room for so many blocks."""
+    """Return a size at which a region with pages of PAGE has room for `blocks` blocks."""
     return -(-blocks * (PAGE + ROW) // ALIGN) * ALIGN + ALIGN
 
 

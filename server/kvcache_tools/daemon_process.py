@@ -1,4 +1,4 @@
-"""A daemon in a process of its own, for the commands that bring one along."""
+"""A daemon in a process of its own, for commands that start one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ START_SECONDS = 60.0
 
 
 class Failed(click.ClickException):
-    """A process did not do what the command needs of it."""
+    """A process failed that the command needs."""
 
 
 @contextlib.contextmanager

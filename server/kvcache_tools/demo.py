@@ -75,7 +75,7 @@ class EngineProcess:
 
     def ask(self, call: str, **arguments: Any) -> None:
         assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # answer() reports why
+        with contextlib.suppress(BrokenPipeError):  # answer() reports the reason
             self._process.stdin.write(json.dumps({"call": call, **arguments}) + "\n")
 
     def answer(self) -> dict[str, Any]:
@@ -124,14 +124,14 @@ class Row(NamedTuple):
 
 
 class Seconds(NamedTuple):
-    """How long an answer took: until it began, and in all."""
+    """The time that an answer took: until it began, and in all."""
 
     first: float
     last: float
 
 
 class Answer(NamedTuple):
-    """What an engine answered from the shared cache, compared with an engine without one."""
+    """An engine's answer from the shared cache, compared with that of an engine without one."""
 
     question: str
     text: str
@@ -150,7 +150,7 @@ def region_dir(folder: Path, size: int) -> str:
 
 
 def sized(config: dict[str, Any], name: str, work: Workload, size: str | None) -> Needs:
-    """Return what `work` needs, with the region as large as `size`, if given. Raises Failed if that is too small."""
+    """Return the needs of `work`, with a region of `size`, if given. Raises Failed if that is too small."""
     given = parse_size(size) if size is not None else None
     try:
         found = needs(config, name, work)
@@ -182,7 +182,7 @@ class Demo:
         click.echo(f"[{time.monotonic() - self._begin:4.0f} s] {text}")
 
     def share(self, model: str | None = None, prompts: int = PROMPTS, tokens: int | None = None) -> list[Row]:
-        """Let each engine answer `prompts` of random tokens, and then the other one the same."""
+        """Let each engine answer `prompts` of random tokens, and then the other engine the same ones."""
         engines = self._processes(offline=model is None)
         config: dict[str, Any] = LLAMA | {"model_type": "llama"}
         name = "a small random Llama"
@@ -202,7 +202,8 @@ class Demo:
         return [self._share(first, second, prompts, tokens, facts, admin) for first, second in both]
 
     def ask(self, gguf: Path, text: str) -> list[Answer]:
-        """Let engine A answer questions about `text` without a cache, and engine B from what A computed first."""
+        """Let engine A answer questions about `text` without a cache, and engine B from the blocks that A computed
+        first."""
         engines = self._processes(offline=True)
         model = str(self._model(gguf, engines[0]))
         asked = engines[0].call("encode", model=model, messages=demo_model.messages(text))
@@ -259,7 +260,7 @@ class Demo:
         return config
 
     def _check(self, config: dict[str, Any], name: str, work: Workload) -> Needs:
-        """Say what `work` needs. Raises Failed if the host has less."""
+        """Print the needs of `work`. Raises Failed if the host has less."""
         needed = sized(config, name, work, self._size)
         each = engine_bytes(needed, self._ranks)
         total, available = needed.region + 2 * each, available_memory()
@@ -298,7 +299,7 @@ class Demo:
                 max_num_seqs=4,
                 tensor_parallel_size=self._ranks,
                 seed=0,
-                disable_log_stats=False,  # they have the time of the first token
+                disable_log_stats=False,  # the stats have the time of the first token
                 kv_transfer_config={
                     "kv_connector": "KVCacheServerConnector",
                     "kv_connector_module_path": CONNECTOR,
@@ -324,15 +325,16 @@ class Demo:
         block_tokens: int,
         admin: AdminClient,
     ) -> Answer:
-        """Ask both engines; what A computes for the first question is all that B ever loads."""
+        """Ask both engines; B only ever loads the blocks that A computes for the first question."""
         first, second = engines
         prompt, limits = asked["prompts"][number], {"tokens": SENTENCE_TOKENS, "stop": asked["stop"]}
         before = totals(admin)
-        # Later questions begin with the same text: with a salt, A finds nothing of it, neither shared nor its own.
+        # Later questions begin with the same text: with a salt, A finds no blocks of it, neither shared ones nor its
+        # own.
         cold = first.call("generate", prompts=[prompt], **limits, **({"salt": f"question {number}"} if number else {}))
         if number == 0:
             self._wait_until_visible(admin, before["blocks"] + len(prompt) // block_tokens)
-        elif not second.call("forget")["done"]:  # what B has itself, it need not load
+        elif not second.call("forget")["done"]:  # B would not load blocks that it has itself
             raise Failed(f"engine {second.name} did not reset its prefix cache")
         between = totals(admin)
         cached = second.call("generate", prompts=[prompt], **limits)
@@ -470,7 +472,7 @@ def common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
 
 
 def readable() -> tuple[Path, str] | None:
-    """Return the model's file and the text to ask about, or None, having said why."""
+    """Return the model's file and the text to ask about, or None after printing the reason."""
     gguf, text = demo_model.packaged(), demo_model.document()
     if gguf is None:
         click.echo(f"random weights, as there is no model here; for answers in text: {demo_model.INSTALL}")

@@ -51,7 +51,7 @@ def convert(gguf: str, directory: str) -> dict[str, Any]:
 
 
 def config_of(model: str) -> dict[str, Any]:
-    """Return the model's config with all defaults, and only that is downloaded; or an error."""
+    """Return the model's config with all defaults, or an error; nothing else is downloaded."""
     from transformers import AutoConfig
 
     try:
@@ -63,7 +63,7 @@ def config_of(model: str) -> dict[str, Any]:
 
 
 def encode(model: str, messages: list[str]) -> dict[str, Any]:
-    """Return the tokens of each message to the model, as its chat template has it, and the token that ends answers."""
+    """Return the tokens of each message to the model in its chat template, and the token that ends answers."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(model)

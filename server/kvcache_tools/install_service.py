@@ -30,7 +30,7 @@ _HERE = Path(__file__).resolve()
 # In an installed package, else in the source tree.
 FOLDERS = (_HERE.parent / "systemd", _HERE.parents[2] / "deploy" / "systemd")
 PROGRAM = "/usr/local/bin/kvcache-server"  # as the units name it
-HOMES = ("/home", "/root", "/run/user")  # what ProtectHome=yes hides
+HOMES = ("/home", "/root", "/run/user")  # folders hidden by ProtectHome=yes
 _PLAIN = re.compile(r"/[A-Za-z0-9/._+@-]+")  # paths that systemd does not interpret
 _INSTANCE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,31}")
 
@@ -44,7 +44,7 @@ class File(NamedTuple):
 
 
 class Installation(NamedTuple):
-    """What to do; `unit` is the file name of the unit that it is for."""
+    """The steps to take; `unit` is the file name of the unit to install."""
 
     unit: str
     pieces: list[File]
@@ -269,7 +269,7 @@ def _read(path: Path) -> bytes | None:
 
 
 def _put(piece: File, dry_run: bool) -> str:
-    """Write the file, atomically, and return what was done."""
+    """Write the file, atomically, and return a text on the outcome."""
     if _is_masked(piece.path):
         return "masked"
     there = _read(piece.path)

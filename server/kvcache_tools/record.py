@@ -39,7 +39,7 @@ class Recorder:
         for seen in lookups:
             if not seen.hashes:
                 continue
-            # An engine names a waiting request only now and then: the other lookups are recognised by their last hash.
+            # An engine names a waiting request only now and then: other lookups are recognised by their last hash.
             name, end = (seen.engine, seen.request), (seen.engine, seen.hashes[-1])
             if (name if seen.request else end) in self._recent:
                 continue
@@ -64,7 +64,7 @@ class Recorder:
 
 
 def record(admin: AdminClient, out: IO[str], seconds: float, stopped: Any = lambda: False) -> tuple[Recorder, int]:
-    """Write the lookups of `seconds` (0: until `stopped`); return the recorder and how many lookups were lost."""
+    """Write the lookups of `seconds` (0: until `stopped`); return the recorder and the number of lost lookups."""
     recorder, lost, until = Recorder(), 0, time.monotonic() + seconds
     since = admin.ask(m.Watch(0, b"")).next
     while True:
@@ -79,7 +79,7 @@ def record(admin: AdminClient, out: IO[str], seconds: float, stopped: Any = lamb
         if ending:
             return recorder, lost
         pause = min(EVERY, max(0.0, until - time.monotonic())) if seconds else EVERY
-        time.sleep(pause)  # the daemon buffers lookups until it is asked for them
+        time.sleep(pause)  # the daemon buffers lookups until they are requested
 
 
 @click.command(name="record", help=__doc__, short_help="Record live lookups as a trace for replay.")

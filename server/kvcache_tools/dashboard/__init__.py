@@ -23,7 +23,7 @@ from kvcache_tools.dashboard.host_figures import HostFigures
 from kvcache_tools.dashboard.relay import Relay
 from kvcache_tools.dashboard.units import Units
 
-SECONDS = 60.0  # that a connection may last: the daemon and systemd take up to 10 s per request
+SECONDS = 60.0  # for which a connection may last: the daemon and systemd take up to 10 s per request
 
 
 @click.command()

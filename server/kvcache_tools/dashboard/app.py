@@ -1,7 +1,7 @@
 """The dashboard's own HTTP server: one page, its data, and the actions that it forwards to the daemon.
 
-It listens on loopback, and everyone who can reach it may read. Every action needs the daemon's token, which the visitor
-gives, and a header that a page of another site cannot send.
+It listens on loopback, and all who can reach it may read. Every action needs the daemon's token, given by the visitor,
+and a header that a page of another site cannot send.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Dashboard:
     def __init__(
         self, relay: Relay, host: HostFigures, token_file: str, units: Units | None, folder: EnvFolder
     ) -> None:
-        """`token_file` may be "": then the daemon is asked whether a token is valid."""
+        """`token_file` may be "": then the daemon checks tokens."""
         self._relay, self._host, self._token_file = relay, host, token_file
         self._units, self._folder = units, folder
         self._history = History()
@@ -105,7 +105,7 @@ class Dashboard:
     # Data.
 
     async def _look(self) -> None:
-        """Poll the daemon and the host every two seconds, also without visitors: the page shows the last hour."""
+        """Poll the daemon and the host every two seconds, even without visitors: the page shows the last hour."""
         loop = asyncio.get_running_loop()
         due = loop.time()
         while True:

@@ -1,4 +1,4 @@
-"""The fields of an engine that can be edited, where they are in its EnvironmentFile, and their valid values. Pure."""
+"""The editable fields of an engine, their places in its EnvironmentFile, and their valid values. Pure."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def change(text: str, values: Mapping[str, str]) -> str:
         if field.name in left and extra is not None:
             value = left.pop(field.name).strip()
             if value == _text(extra.get(field.name)):
-                continue  # an unchanged value is kept even if it is out of these bounds
+                continue  # an unchanged value is kept even if it is outside these bounds
             if not value:
                 extra.pop(field.name, None)
             else:

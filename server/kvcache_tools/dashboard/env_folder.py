@@ -15,7 +15,7 @@ from kvcache_proto.errors import BadArgument, ConfigError, KVCacheError, NotPerm
 from kvcache_tools.dashboard import engine_fields
 
 MOST = 64 << 10  # bytes of a file
-BACKUP = ".before"  # what the last change replaced
+BACKUP = ".before"  # the content before the last change
 
 
 class Changed(KVCacheError):
@@ -55,7 +55,7 @@ class EnvFolder:
     def change(self, name: str, version: str, values: dict[str, str]) -> str:
         """Write these values of fields, keep a backup, and return the new version.
 
-        Raises Changed if the file has another version by now, BadArgument or NotPermitted; the file is then unchanged.
+        Raises Changed if the file now has another version, BadArgument or NotPermitted; the file is then unchanged.
         """
         with _plainly(self.path / name), self._changing, self._open() as folder:
             before, found = _read(folder, name)

@@ -10,9 +10,9 @@ EVERY = 2.0  # seconds between two reports
 
 
 class Point(NamedTuple):
-    """What happened in the `seconds` before `at` (seconds since 1970), and how much memory was used then.
+    """The events in the `seconds` before `at` (seconds since 1970), and the memory used then.
 
-    `loaded_bytes` is what ranks have copied, as far as they have reported it.
+    `loaded_bytes` are those that ranks have copied, as far as reported.
     """
 
     at: float
@@ -35,7 +35,7 @@ class History:
         self._last: tuple[float, dict[str, Any]] | None = None
 
     def add(self, at: float, report: dict[str, Any]) -> None:
-        """Add a report received at `at`. The first one of a daemon makes no point: there is nothing to compare with."""
+        """Add a report received at `at`. The first one of a daemon makes no point: there is none to compare with."""
         before, self._last = self._last, (at, report)
         if before is None or at <= before[0] or _process(before[1]) != _process(report):
             return
@@ -70,7 +70,7 @@ class History:
 
 
 def _process(report: dict[str, Any]) -> tuple[Any, ...]:
-    """Return what identifies the daemon's process: counters restart from 0 with it."""
+    """Return the identity of the daemon's process: counters restart from 0 with it."""
     return report["daemon"]["pid"], report["life"], report["pool"]["region_id"]
 
 

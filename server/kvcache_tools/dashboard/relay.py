@@ -34,7 +34,7 @@ class _Space(msgspec.Struct):
 
 
 class _Report(msgspec.Struct):
-    """The part of a report that the dashboard itself reads; the page reads more, as far as it is there."""
+    """The part of a report that the dashboard itself reads; the page reads more, if present."""
 
     daemon: _Daemon
     life: int

@@ -51,7 +51,7 @@ class Units:
     """The units whose names match one pattern."""
 
     def __init__(self, pattern: str, folder: EnvFolder, of_user: bool) -> None:
-        """Raises ConfigError for a pattern that is not one of unit names, or matches every unit."""
+        """Raises ConfigError for a pattern that is not a pattern of unit names, or matches every unit."""
         if not _PATTERN.fullmatch(pattern):
             raise ConfigError(f"--manage {pattern!r}: a pattern with a literal beginning expected, as in 'vllm@*'")
         self.pattern = pattern if pattern.endswith(SUFFIX) else pattern + SUFFIX
@@ -93,7 +93,7 @@ class Units:
         await self._ask(verb, "--no-block", "--", unit.name)
 
     async def _ask(self, *arguments: str) -> str:
-        """Return what systemctl prints. No shell is involved, and every argument is a constant or a checked name."""
+        """Return the output of systemctl. No shell is involved, and every argument is a constant or a checked name."""
         command = shutil.which(self._command[0])
         if command is None:
             raise NoSystemd("systemctl not found: engines can only be managed on a host with systemd")
@@ -141,7 +141,7 @@ class Units:
 
 
 def _number(text: str) -> int:
-    """Return the number that systemctl prints; 0 for "[not set]" and for the largest number, which means the same."""
+    """Return the number in systemctl's output; 0 for "[not set]" and for the largest number, which means the same."""
     return int(text) if text.isascii() and text.isdigit() and int(text) < 1 << 63 else 0
 
 

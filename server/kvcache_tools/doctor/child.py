@@ -1,4 +1,5 @@
-"""Checks on the engine's side, which the server's package never imports. Each runs in a process, which may crash."""
+"""Checks on the engine's side, which the server's package never imports. Each runs in its own process, which may
+crash."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The daemon at the endpoint, as an engine sees it; if there is none, whether one could start here."""
+"""The daemon at the endpoint, as seen by an engine; without one, whether one could start here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the kernel gives this process: cores, memory, limits, mounts."""
+"""The resources that the kernel gives this process: cores, memory, limits, mounts."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def _region_pages(config: Config) -> CheckResult:
 
 
 def tmpfs_page(mount: Mount, shmem_enabled: str) -> tuple[int, str]:
-    """Return the page size of a region on `mount`, and what determines it.
+    """Return the page size of a region on `mount`, and the setting that determines it.
 
     `shmem_enabled` is the content of the kernel's file, with the choice in brackets. `deny` and `force` override the
     mount's options.

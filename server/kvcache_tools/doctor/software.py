@@ -57,7 +57,7 @@ def plugin(config: Config) -> Iterator[CheckResult]:
 
 
 def hash_seed(config: Config) -> Iterator[CheckResult]:
-    """Check the seed of vLLM's block hashes: engines share blocks only if they have the same."""
+    """Check the seed of vLLM's block hashes: engines share blocks only if their seeds are equal."""
     name, seed = "hash seed", os.environ.get("PYTHONHASHSEED")
     version = next(filter(None, map(_version, VLLM)), "")
     if seed is not None:
@@ -100,7 +100,7 @@ def _judge(name: str, known_as: str, wanted: dict[str, str]) -> CheckResult:
     version, bounds = _version(name), wanted.get(known_as, "")
     if not version:
         return CheckResult(name, "untested", "not installed here")
-    if ".dev" in version and bounds:  # a local build, whose version says little
+    if ".dev" in version and bounds:  # a local build, whose version means little
         return CheckResult(name, "untested", f"{version}, supported is {bounds}")
     if not within(version, bounds):
         return CheckResult(name, "failed", f"{version}, supported is {bounds}", f"pip install '{known_as}{bounds}'")

@@ -1,4 +1,4 @@
-"""What a device can hold beside a model's weights, in the pages that vLLM makes of the rest. Pure."""
+"""The cache that a device can hold beside a model's weights, in the pages that vLLM makes of the rest. Pure."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Device(NamedTuple):
 
 
 def device(pages: Pages, kv_bytes: int, limit: int, length: int) -> Device:
-    """Return what `kv_bytes` of a device hold, with requests of at most `limit` tokens; 0 if nothing fits."""
+    """Return the cache in `kv_bytes` of a device, with requests of at most `limit` tokens; 0 if nothing fits."""
     blocks = max(kv_bytes, 0) // pages.block_bytes
     usable = max(blocks - 1, 0)
     longest = pages.longest(usable, limit)

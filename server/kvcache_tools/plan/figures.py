@@ -28,7 +28,7 @@ from kvcache_tools.plan.weights import weight_bytes
 
 KV_ITEMS = {"bf16": 2, "fp8": 1}
 ENDLESS = 1 << 22  # tokens, if the model does not state its limit
-# The connector's defaults: at each multiple within a prompt, windows are saved. The second one is for windows alone.
+# The connector's defaults: at each multiple within a prompt, windows are saved. The second one is for windows only.
 CHECKPOINT_TOKENS, CHECKPOINT_TOKENS_ALONE = 16384, 2048
 DEFAULT_BLOCK_TOKENS = 128
 
@@ -174,8 +174,8 @@ def _pages(model: Model, options: Options, engine_block: int, item: int) -> Page
 
 
 def _tail(slot: Slot, number: int, block_tokens: int, length: int, every: int) -> dict[str, Any]:
-    """Return what is saved of a window or a state: at each boundary where prompts may continue, and of a conversation
-    of `length` tokens, in which windows may overlap. Of windows, there is one at `every` so many tokens."""
+    """Return the saved parts of a window or a state: per boundary where prompts may continue, and per conversation of
+    `length` tokens, in which windows may overlap. Windows are saved every `every` tokens."""
     boundaries = 1 + (length - 1) // every if slot.window else 1
     return {
         "kind": slot.kind,
@@ -216,7 +216,7 @@ def _host(options: Options, block_bytes: int) -> dict[str, Any]:
 
 
 def _conversations(blocks: int, block_tokens: int, length: int, block_bytes: int, each: int) -> dict[str, Any]:
-    """Return how many conversations fit that take `each` bytes."""
+    """Return the number of conversations of `each` bytes that fit."""
     return {
         "tokens": blocks * block_tokens,
         "length": length,

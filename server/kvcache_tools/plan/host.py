@@ -1,4 +1,4 @@
-"""How much of a host's memory a region should leave free. Pure."""
+"""The part of a host's memory that a region should leave free. Pure."""
 
 from __future__ import annotations
 

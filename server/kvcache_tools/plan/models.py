@@ -1,4 +1,4 @@
-"""Reads from a model's `config.json` what each layer keeps of a token. Pure.
+"""Reads from a model's `config.json` the data that each layer keeps per token. Pure.
 
 The keys are Hugging Face's. A missing key has the default of transformers, if that is the same for all models; if it
 depends on the model, the file is refused, with instructions to get a complete one.
@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 from kvcache_proto.errors import ConfigError
 
 DTYPES = {"bfloat16": 2, "float16": 2, "half": 2, "float32": 4, "float": 4}
-# For these, vLLM keeps one latent vector per token for all heads; it unfolds that of other models with `kv_lora_rank`.
+# For these, vLLM keeps one latent vector per token for all heads; for other models with `kv_lora_rank`, it unfolds the
+# vector.
 LATENT = {
     *("deepseek_v2", "deepseek_v3", "kimi_k2", "glm4_moe_lite", "pangu_ultra_moe", "longcat_flash", "axk1"),
 }
@@ -71,10 +72,10 @@ class Model(NamedTuple):
     """The facts about a model that sizing needs.
 
     Attributes:
-        layers: the layers that keep something, in order.
+        layers: the layers that keep data, in order.
         heads: attention heads; the tensor-parallel size divides them.
         dtype: of weights and activations, as vLLM chooses it; `item` is its size in bytes.
-        kv_dtype: what `auto` means for the cache.
+        kv_dtype: the meaning of `auto` for the cache.
         state_item: bytes of a recurrent value.
         longest: the model's maximum number of positions, 0 if it does not state it.
         text: the part of the file that describes the language model.
@@ -162,7 +163,7 @@ def layer_count(text: Mapping[str, Any], name: str) -> int:
 
 
 def _dtype(text: Mapping[str, Any], config: Mapping[str, Any], name: str) -> str:
-    """Return what `--dtype auto` chooses: float32 weights run in half precision."""
+    """Return the choice of `--dtype auto`: float32 weights run in half precision."""
     found = [(key, each[key]) for each in (text, config) for key in ("dtype", "torch_dtype") if each.get(key)]
     if not found:
         return "bfloat16"
@@ -173,7 +174,7 @@ def _dtype(text: Mapping[str, Any], config: Mapping[str, Any], name: str) -> str
 
 
 def _kv_dtype(config: Mapping[str, Any], dtype: str) -> str:
-    """Return what `auto` means: the model's dtype, except for checkpoints that specify a quantised cache."""
+    """Return the meaning of `auto`: the model's dtype, except for checkpoints that specify a quantised cache."""
     quantization = config.get("quantization_config")
     if isinstance(quantization, Mapping) and str(quantization.get("quant_method", "")).startswith("modelopt"):
         scheme = quantization.get("kv_cache_scheme") or quantization.get("kv_cache_quant_algo")

@@ -1,8 +1,8 @@
-"""How one rank lays out its cache: pages, the groups that share a block table, and the blocks of a request. Pure.
+"""The layout of one rank's cache: pages, the groups that share a block table, and the blocks of a request. Pure.
 
-This is vLLM's arithmetic (0.32, `v1/core/kv_cache_utils.py`), applied to a config.json. A page is what one layer keeps
-of one block. All pages get the same size, and all groups the same number of layers; a request takes blocks of each
-group from one pool.
+This is vLLM's arithmetic (0.32, `v1/core/kv_cache_utils.py`), applied to a config.json. A page is the data that one
+layer keeps of one block. All pages get the same size, and all groups the same number of layers; a request takes blocks
+of each group from one pool.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Pages(NamedTuple):
     Attributes:
         groups: one block table each; all take blocks from one pool.
         block_bytes: size of a block of the pool, padding included.
-        in_flight: tokens that may be scheduled but not finished; a window keeps as many more.
+        in_flight: tokens that may be scheduled but not finished; a window keeps as many tokens more.
     """
 
     groups: tuple[LayerGroup, ...]
@@ -43,11 +43,12 @@ class Pages(NamedTuple):
     in_flight: int
 
     def blocks_of(self, tokens: int) -> int:
-        """Return how many blocks of the pool one request of `tokens` tokens needs at most."""
+        """Return the maximum number of blocks of the pool that one request of `tokens` tokens needs."""
         return sum(_blocks(group, tokens, self.in_flight) for group in self.groups)
 
     def longest(self, blocks: int, limit: int) -> int:
-        """Return the most tokens, up to `limit`, of one request that fit in `blocks` blocks; 0 if none fits."""
+        """Return the maximum number of tokens, up to `limit`, of one request that fit in `blocks` blocks; 0 if none
+        fits."""
         low, high = 0, limit
         while low < high:
             middle = (low + high + 1) // 2
@@ -56,7 +57,8 @@ class Pages(NamedTuple):
 
 
 class Slot(NamedTuple):
-    """What one rank saves, in one group of the daemon, of a cached block; a prompt needs the last `reach` of them.
+    """The part of a cached block that one rank saves in one group of the daemon; a prompt needs the last `reach` of
+    them.
 
     `kind` is full, sliding, or state, `window` the tokens of a window. For full attention, `reach` is 0: a prompt needs
     all of them.
@@ -72,8 +74,8 @@ class Slot(NamedTuple):
 def slots(model: Model, found: Pages, tp: int, kv_item: int, block_tokens: int) -> tuple[int, list[Slot]]:
     """Return the tokens of a cached block, and its slots: that of full attention first.
 
-    It is `block_tokens`, rounded up to where the blocks of all groups of the engine end; with states, which exist at
-    few boundaries, each such boundary is one.
+    That is `block_tokens`, rounded up to a common end of the blocks of all groups of the engine; with states, which
+    exist at few boundaries, a block ends at each of these.
     """
     grid = math.lcm(*(group.block_tokens for group in found.groups))
     states = any(isinstance(group.spec, State) for group in found.groups)
@@ -97,10 +99,11 @@ def slots(model: Model, found: Pages, tp: int, kv_item: int, block_tokens: int) 
 
 
 def shards(model: Model, tp: int) -> int:
-    """Return how many different parts of a block the ranks hold: one each, or one if every rank has all of the KV.
+    """Return the number of different parts of a block that the ranks hold: one each, or one if every rank has all of
+    the KV.
 
-    If there are fewer KV heads than ranks, several ranks have a copy. vLLM 0.32 does not report which, so all are kept.
-    Raises ConfigError if `tp` does not divide the heads.
+    If there are fewer KV heads than ranks, several ranks have a copy. vLLM 0.32 does not report which ones, so all are
+    kept. Raises ConfigError if `tp` does not divide the heads.
     """
     if tp < 1 or model.heads % tp:
         raise ConfigError(f"--tp {tp}: does not divide the {model.heads} attention heads of {model.name}")
@@ -113,7 +116,7 @@ def shards(model: Model, tp: int) -> int:
 
 
 def stripes(model: Model, found: Pages) -> int:
-    """Return into how many shards such a part is cut: with MLA, each rank writes some of them."""
+    """Return the number of shards into which such a part is cut: with MLA, each rank writes some of them."""
     latent = all(isinstance(layer, Latent) for layer in model.layers)
     return STRIPES if latent and not any(group.page % STRIPES for group in found.groups) else 1
 
@@ -135,9 +138,10 @@ def page(layer: Layer, tokens: int, tp: int, kv_item: int, model: Model) -> int:
 
 
 def pages(model: Model, tp: int, kv_item: int, block_tokens: int, in_flight: int, hybrid: bool = True) -> Pages:
-    """Return how a rank of `tp` lays out the cache in blocks of `block_tokens`; states may need longer blocks.
+    """Return the layout of the cache of a rank of `tp` in blocks of `block_tokens`; states may need longer blocks.
 
-    Without `hybrid` (vLLM's `--disable-hybrid-kv-cache-manager`), layers with a window keep all tokens, if others do.
+    Without `hybrid` (vLLM's `--disable-hybrid-kv-cache-manager`), layers with a window keep all tokens, if other layers
+    do.
     """
     layers = list(model.layers)
     if not hybrid and any(_is_full(each) for each in layers):
@@ -174,7 +178,7 @@ def _is_full(layer: Layer) -> bool:
 
 
 def _group_layers(counts: Sequence[int]) -> int:
-    """Return the layers per group: as many as the rarest kind has, or the commonest if that pads little."""
+    """Return the layers per group: as many as the rarest kind has, or the most common kind if that pads little."""
     least, most = min(counts), max(counts)
     return most if most < 1.5 * least else least
 

@@ -1,4 +1,4 @@
-"""How many blocks a region has room for. Pure."""
+"""The number of blocks that a region has room for. Pure."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Room(NamedTuple):
 
     @property
     def blocks(self) -> int:
-        """How many blocks fit into it."""
+        """The number of blocks that fit into it."""
         return self.geometry.pages // pages_of(self.block_bytes, self.geometry.page_bytes)
 
     @property
@@ -28,7 +28,7 @@ class Room(NamedTuple):
 
 
 def room(size: int, block_bytes: int, page_bytes: int = 0) -> Room:
-    """Return what a region of that size has room for. Raises ConfigError if no block fits."""
+    """Return the room in a region of that size. Raises ConfigError if no block fits."""
     try:
         found = Room(size, plan_geometry(bytes(16), size, page_bytes), block_bytes)
     except RegionError as error:

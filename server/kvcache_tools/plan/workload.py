@@ -1,4 +1,4 @@
-"""What some prompts need of a host: a region that keeps all of them, and memory for the engines. Pure."""
+"""The needs of some prompts: a region that keeps all of them, and memory for the engines. Pure."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Needs(NamedTuple):
 
 
 def needs(config: Mapping[str, object], name: str, work: Workload) -> Needs:
-    """Return what `work` needs with the model that `config`, a parsed config.json, describes, in float32.
+    """Return the needs of `work` with the model that `config`, a parsed config.json, describes, in float32.
 
     Raises ConfigError if `kvcache-server plan` does not know such a model, or no region is large enough.
     """
@@ -44,7 +44,7 @@ def needs(config: Mapping[str, object], name: str, work: Workload) -> Needs:
     block_tokens, found = slots(model, laid_out, work.ranks, FLOAT32, work.block_tokens)
     for slot in found:
         check_block(number, slot.bytes)
-    # Of windows and states, fewer are saved: this is the most that can be.
+    # Fewer windows and states are saved: this is the maximum.
     blocks = work.prompts * -(-work.tokens // block_tokens)
     return Needs(
         region_for(blocks, [number * slot.bytes for slot in found]),
@@ -54,7 +54,7 @@ def needs(config: Mapping[str, object], name: str, work: Workload) -> Needs:
 
 
 def region_for(blocks: int, block_bytes: list[int]) -> int:
-    """Return the least `--size`, to within 3 %, that holds `blocks` blocks of each of these sizes.
+    """Return the smallest `--size`, to within 3 %, that holds `blocks` blocks of each of these sizes.
 
     Raises ConfigError if no region does.
     """

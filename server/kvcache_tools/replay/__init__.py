@@ -25,7 +25,8 @@ FACTORS = "0.05x,0.1x,0.2x,0.4x,0.8x"
 
 
 def parse_capacities(text: str, blocks: int, setup: Setup, sized: bool) -> list[int]:
-    """Return the bytes for "10GiB,50GiB", or for "0.5x" of what all `blocks` of the trace take. Raises ConfigError."""
+    """Return the bytes for "10GiB,50GiB", or for "0.5x" of the size of all `blocks` of the trace. Raises
+    ConfigError."""
     found = []
     for each in filter(None, (part.strip() for part in text.split(","))):
         if each.endswith("x"):

@@ -18,7 +18,7 @@ def distinct(requests: Sequence[TraceRequest]) -> int:
 
 
 def optimum(requests: Sequence[TraceRequest], blocks: int) -> int:
-    """Return the most hits that a cache of `blocks` blocks can have if the whole trace is known beforehand.
+    """Return the maximum number of hits of a cache of `blocks` blocks if the whole trace is known beforehand.
 
     The optimum is Belady's: keep the blocks that are requested again soonest. A block is only useful together with
     those before it, which that rule respects: every request for a block also requests those before it, so their next

@@ -18,7 +18,7 @@ from kvcache_server.core.eviction.policy import WORTH
 from kvcache_server.core.limits import Limits
 from kvcache_tools.plan.room import Room
 
-STEP_TOKENS = 8192  # that an engine computes, and saves, per step
+STEP_TOKENS = 8192  # number that an engine computes, and saves, per step
 
 
 def block_hash(block: int | str) -> bytes:
@@ -39,10 +39,10 @@ def sparse_region(geometry: PoolGeometry) -> memoryview:
 
 
 class SimulatedDaemon:
-    """A daemon with the capacity `room`, and `engines` engines that save everything that they compute.
+    """A daemon with the capacity `room`, and `engines` engines that save all blocks that they compute.
 
-    Of `tails`, they save what is needed to continue after a prompt, after every `checkpoint` blocks in it and, with
-    `junctions`, where it parts from what the group of full attention has.
+    Of `tails`, they save the blocks needed to continue after a prompt, after every `checkpoint` blocks in it and, with
+    `junctions`, where it parts from the blocks in the group of full attention.
     """
 
     def __init__(
@@ -68,9 +68,9 @@ class SimulatedDaemon:
             self._namespace = attached.namespace
 
     def saved(self, tail: GroupSpec, length: int, begin: int, end: int, junction: int = 0) -> list[int]:
-        """Return which blocks of a tail are saved for boundaries from block `begin` to `end` of a prompt.
+        """Return the blocks of a tail that are saved for boundaries from block `begin` to `end` of a prompt.
 
-        It has `length` blocks; `junction` is one more boundary in it, 0 for none.
+        The prompt has `length` blocks; `junction` is one more boundary in it, 0 for none.
         """
         ends = [at for at in range(begin + 1, end + 1) if at % self._checkpoint == 0 or at in (junction, length)]
         return sorted({each for at in ends for each in range(at - tail.needed(at), at)})
@@ -78,7 +78,7 @@ class SimulatedDaemon:
     def ask(self, engine: int, hashes: list[bytes], now: float, clock: Callable[[], float]) -> tuple[int, float]:
         """Look a prompt up, load the hits and save the rest; return the hits, and the seconds of the lookup."""
         session, handle = self._sessions[engine], self.cache.handle
-        self.cache.effects.take()  # nobody follows
+        self.cache.effects.take()  # nothing follows them
         while self.cache.work():
             pass
         question = m.Acquire(1, b"", self._namespace, hashes)
@@ -104,12 +104,12 @@ class SimulatedDaemon:
         reserved = self.cache.handle(session, m.Reserve(1, b"", self._namespace, runs), now)
         assert isinstance(reserved, m.Reserved)
         if not reserved.reservation:
-            return set(reserved.answers) == {Refusal.PRESENT}  # what a tail needs may follow
+            return set(reserved.answers) == {Refusal.PRESENT}  # blocks that a tail needs may follow
         region = self.cache.geometry.region_id
         self.cache.handle(session, m.Settle(1, b"", region, reserved.reservation, (0,), Outcome.COMMITTED), now)
         return True
 
     def _whole(self, hashes: list[bytes]) -> int:
-        """Return how many blocks of a prompt the group of full attention has."""
+        """Return the number of blocks of a prompt that the group of full attention has."""
         (namespace,) = self.cache.namespaces.values()
         return len(namespace.groups[0].prefix(hashes))

@@ -25,7 +25,7 @@ class Setup(msgspec.Struct, frozen=True):
     """A replay with `engines` engines and blocks of `block_bytes` for `block_tokens` tokens.
 
     `routing` chooses the engine of requests for which the trace does not name it: each in turn, or the one that had the
-    request's first block before. The shared cache is tried with each of `policies`, the private ones with the first.
+    request's first block earlier. The shared cache is tried with each of `policies`, the private ones with the first.
     """
 
     engines: int = 8
@@ -52,7 +52,7 @@ def routes(requests: Sequence[TraceRequest], setup: Setup) -> list[int]:
 
 
 def make_rooms(size: int, setup: Setup) -> tuple[Room, Room]:
-    """Return what a daemon of `size` holds, and what one of an engine's share of it holds.
+    """Return the room in a daemon of `size`, and in one of an engine's share of it.
 
     Raises ConfigError if one of them cannot hold a block.
     """
@@ -128,7 +128,7 @@ def replay(
 
 
 def _busiest(requests: Sequence[TraceRequest], engines: Sequence[int]) -> int:
-    """Return the most blocks that one engine requests."""
+    """Return the maximum number of blocks that one engine requests."""
     load: Counter[int] = Counter()
     for request, engine in zip(requests, engines, strict=True):
         load[engine] += len(request.blocks)

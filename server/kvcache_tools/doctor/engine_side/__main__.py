@@ -1,4 +1,4 @@
-"""`python -m kvcache_tools.doctor.engine_side QUESTION`: a finding a line, in JSON, as soon as it is found."""
+"""`python -m kvcache_tools.doctor.engine_side QUESTION`: one finding per line, in JSON, as soon as it is found."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ QUESTIONS: dict[str, Callable[..., Iterable[CheckResult]]] = {
 
 
 def main() -> None:
-    # torch loads torch_npu by itself and fails where that is broken; a check that needs it imports it by name.
+    # torch loads torch_npu by itself and fails if that is broken; a check that needs it imports it by name.
     os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
-    # Libraries write to stdout as they like: the findings get a descriptor of their own, and they get stderr.
+    # Libraries write to stdout: give the findings a descriptor of their own, and redirect stdout to stderr.
     with os.fdopen(os.dup(1), "wb", buffering=0) as answers:
         os.dup2(2, 1)
         question, *arguments = sys.argv[1:]

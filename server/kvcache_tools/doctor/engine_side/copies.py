@@ -1,4 +1,5 @@
-"""Copies on each device of this host: a self-test, then the rate beside that of a plain copy of as many bytes."""
+"""Copies on each device of this host: a self-test, then the rate compared with that of a plain copy of as many
+bytes."""
 
 from __future__ import annotations
 
@@ -23,26 +24,26 @@ from kvcache_client.devices.self_test import check_copies
 from kvcache_proto.check_result import CheckResult, How
 from kvcache_proto.errors import ConfigError
 
-LAYERS, FRAGMENT = 32, 64 << 10  # keys and values apart: 4 MiB a block, as an 8B model's 32 tokens have
+LAYERS, FRAGMENT = 32, 64 << 10  # keys and values apart: 4 MiB per block, as for 32 tokens of an 8B model
 SLOT = 2 * LAYERS * FRAGMENT
 ROUNDS = 5
 SLOW = 0.7  # of the plain copy
 PATIENCE = 60.0
 DEVICES = ("cuda", "npu")
-OTHERS = ("xpu", "hpu", "mtia")  # what torch may find besides, to be declined by name
+OTHERS = ("xpu", "hpu", "mtia")  # other devices that torch may find, declined by name
 
-Plain = Callable[[bool], None]  # copies once: out of the cache's memory where True
+Plain = Callable[[bool], None]  # copies once: out of the cache's memory if True
 
 
 class Kit(Protocol):
-    """A device as its runtime has it.
+    """A device as its runtime presents it.
 
     Attributes:
-        kind: as `open_device` takes it.
-        name: of this one.
-        label: what the runtime calls it.
-        how: "simulated" where something stands for the hardware.
-        blocks: of the cache to make.
+        kind: the kind for `open_device`.
+        name: the name of this device.
+        label: the runtime's name for it.
+        how: "simulated" if something stands in for the hardware.
+        blocks: number of blocks of the cache to make.
     """
 
     kind: str
@@ -52,10 +53,11 @@ class Kit(Protocol):
     blocks: int
 
     def allocate(self, size: int) -> tuple[Any, int]:
-        """Return `size` bytes of the memory that caches are in, with their address."""
+        """Return `size` bytes of the kind of memory that caches are in, with their address."""
 
     def plain(self, size: int) -> Plain:
-        """Return what copies `size` contiguous bytes by the runtime's best own means, and waits for them."""
+        """Return a function that copies `size` contiguous bytes by the best means of the runtime, and waits for
+        them."""
 
 
 class HostKit:
@@ -106,14 +108,14 @@ class TorchKit:
 
 
 def noisy(size: int) -> Scratch:
-    """Return memory that stands for the daemon's region, its pages present and full of noise."""
+    """Return memory that stands in for the daemon's region, its pages present and full of noise."""
     region = Scratch(size)
     region.words[:] = np.random.default_rng(0).integers(0, 256, size, np.uint8)
     return region
 
 
 class Rates(NamedTuple):
-    """Bytes a second, medians."""
+    """Bytes per second, medians."""
 
     ours: float
     plain: float
@@ -124,12 +126,12 @@ class Rates(NamedTuple):
 
 
 def on_host() -> Iterator[CheckResult]:
-    """Copies on the CPU, where an engine's cache lies in host memory. Needs no torch."""
+    """Check copies on the CPU, where an engine's cache lies in host memory. Needs no torch."""
     yield from examine(HostKit())
 
 
 def on_devices() -> Iterator[CheckResult]:
-    """Copies on every accelerator that torch finds."""
+    """Check copies on every accelerator that torch finds."""
     if importlib.util.find_spec("torch") is None:
         for kind in DEVICES:
             yield CheckResult(kind, "untested", "torch is not installed here", _IN_ENGINE)
@@ -157,7 +159,7 @@ def on_devices() -> Iterator[CheckResult]:
 
 def examine(kit: Kit) -> Iterator[CheckResult]:
     """Open a small cache on the device and copy both ways. The self-test comes first."""
-    print(f"copies on {kit.name}, {kit.label}", file=sys.stderr, flush=True)  # the last words, should the process die
+    print(f"copies on {kit.name}, {kit.label}", file=sys.stderr, flush=True)  # the last output if the process dies
     reasons = _Reasons()
     try:
         with contextlib.ExitStack() as stack:
@@ -185,7 +187,7 @@ _UNCACHED = "an engine on it runs, uncached"
 
 
 def provenance(kind: str) -> How:
-    """Return whether the runtime of `kind` drives hardware; one of the NPU's says itself that it does not."""
+    """Return whether the runtime of `kind` drives hardware; one of the NPU's runtimes reports that it does not."""
     if kind == "npu":
         with contextlib.suppress(OSError):
             return "simulated" if hasattr(ctypes.CDLL("libascendcl.so"), "fake_acl_counter") else "measured"
@@ -193,7 +195,7 @@ def provenance(kind: str) -> How:
 
 
 def _why_none(torch: Any, kind: str) -> tuple[str, str]:
-    """Return why this host has no device of `kind`, and what helps, if anything; nothing where it has one."""
+    """Return the reason that this host has no device of `kind`, and the remedy, if any; nothing if it has one."""
     if kind == "npu":
         if importlib.util.find_spec("torch_npu") is None:
             return "torch_npu is not installed here", ""
@@ -210,7 +212,7 @@ def _why_none(torch: Any, kind: str) -> tuple[str, str]:
 def _on(torch: Any, kind: str, index: int) -> Iterator[CheckResult]:
     try:
         yield from examine(TorchKit(torch, kind, index))
-    except RuntimeError as error:  # torch's, the runtime's message in it
+    except RuntimeError as error:  # torch's, with the runtime's message
         if "out of memory" in str(error):
             cure = "stop the engine that holds it, or leave more free (gpu_memory_utilization)"
             yield CheckResult(f"{kind}:{index}", "untested", "no memory of the device is free", cure)
@@ -280,13 +282,13 @@ def _copies(kit: Kit, device: Device, region: Scratch) -> CheckResult:
         for what, rates in (("save", save), ("load", load))
         for of, rate in (("", rates.ours), ("_plain", rates.plain))
     }
-    slow = kit.how == "measured" and min(save.share, load.share) < SLOW  # a simulation's time says nothing
+    slow = kit.how == "measured" and min(save.share, load.share) < SLOW  # a simulation's time means nothing
     cure = "look for what else keeps the cores or the bus busy, and at the lines above; then repeat" if slow else ""
     return CheckResult(name, "slow" if slow else "ok", figure, cure, kit.how, values)
 
 
 def _rates(size: int, saves: bool, copy: Callable[[bool], float], plain: Plain) -> Rates:
-    """By turns, so that a busy host hurts both alike."""
+    """Measure both in turns, so that a busy host affects both alike."""
     ours, theirs = [], []
     for _ in range(ROUNDS + 1):
         ours.append(copy(saves))
@@ -297,7 +299,7 @@ def _rates(size: int, saves: bool, copy: Callable[[bool], float], plain: Plain) 
 
 
 class _Reasons(logging.Handler):
-    """Keeps why a device did less than it could: it says so in the engine's log."""
+    """Keeps the reasons for which a device did less than it could, which it reports in the engine's log."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)

@@ -1,4 +1,4 @@
-"""Does an engine of this host, user and container get the daemon's region?"""
+"""Checks whether an engine of this host, user and container gets the daemon's region."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from kvcache_proto.errors import KVCacheError
 def of_region(endpoint: str) -> Iterator[CheckResult]:
     """Attach as an engine does. Leaves nothing in the cache."""
     try:
-        # As an operator's commands are called: it gets in beside engines that have taken all sessions.
+        # Named like an operator's commands: it gets a session even if engines have taken all the others.
         with Session.connect(endpoint, engine="kvcache-server", label="mapping") as session:
             region = session.region
-            assert region is not None  # a session that is connected has one
+            assert region is not None  # a connected session has one
             figure = f"{region.bytes:,} bytes, format and geometry as this client knows them"
             yield CheckResult("mapping", "ok", figure, how="measured", values={"region_bytes": region.bytes})
     except KVCacheError as error:
