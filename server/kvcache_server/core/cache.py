@@ -38,7 +38,7 @@ from kvcache_server.core.tiers import Tiers
 if TYPE_CHECKING:
     from kvcache_server.core.recovery.snapshot import Snapshot
 
-_NEARLY_FULL = 8  # one in so many pages is free: blocks go out faster than a tier writes
+_NEARLY_FULL = 8  # one page in this many is free: blocks are evicted faster than a tier writes
 EPOCH_SHIFT = 40  # numbers of leases and reservations begin with the daemon's epoch: none is used twice
 
 

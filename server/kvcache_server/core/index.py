@@ -233,8 +233,8 @@ class Order:
 class Share:
     """The share of one engine in one namespace, all groups together: its blocks, and its bounds.
 
-    `returned` is how many of its blocks requested once were requested again, `expected` how many would have been at the
-    rate of all engines; `factor` is the resulting factor of their worth.
+    Of the blocks requested once, `returned` were requested again, and `expected` would have been at the rate of all
+    engines; `factor` is the resulting factor of their worth.
     """
 
     __slots__ = ("bytes", "ceiling", "engine", "expected", "factor", "floor", "live", "namespace", "returned")
@@ -403,7 +403,7 @@ class Group:
     def remove(self, block: Block) -> bool:
         """Remove a block without children; return whether lookups found it.
 
-        Its parent inherits its last use or, if no engine can use the parent any more, is evicted first.
+        Its parent inherits its last use or, if no engine can still use the parent, is evicted first.
         """
         trusted = self.trusts(block)
         if trusted:

@@ -190,7 +190,7 @@ class Audit:
         self._check_counts()
 
     def go_on(self) -> bool:
-        """Check some more; return whether something is left. Raises AssertionError, naming what is broken, unless each
+        """Check some more; return whether anything is left. Raises AssertionError, naming what is broken, unless each
         part is consistent when it is checked."""
         if self._sessions:
             for lease in self._sessions.pop().leases.values():

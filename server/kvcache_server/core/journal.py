@@ -51,7 +51,7 @@ class NamespaceForgotten(msgspec.Struct, tag="namespace-gone", array_like=True, 
 
 
 class NamespaceCleared(msgspec.Struct, tag="cleared", array_like=True, frozen=True):
-    """READY blocks of the namespace with generations up to that one are not cached any more; 0: no row has one."""
+    """READY blocks of the namespace with generations up to that one are no longer cached; 0: no row has one."""
 
     number: Number
     generation: Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]

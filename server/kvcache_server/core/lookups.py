@@ -160,7 +160,7 @@ class Lookups:
         match: _Match,
         used: Sequence[Block],
     ) -> Asked:
-        """Count a lookup. Blocks that a request asks for again say nothing about how often blocks are used."""
+        """Count a lookup. A request's repeated lookups do not show how often blocks are used."""
         asked = engine.asked(request.request, group)
         if not asked.lookups:
             self._learner.asked(engine, group, request, used, match.hits + (match.proof is not None), match.tails)

@@ -6,9 +6,9 @@ a covered block has a Cover and counts once, regardless of how many leases are o
 only with the uncovered blocks of its chain. The covered blocks of a chain are always its first ones, so a new lease
 finds by bisection how much it adds.
 
-Covering a chain, and uncovering blocks that no lease holds any more, takes time per block. It is done in slices: `fit`
-and `uncover` take a bounded number of steps and continue where the last call ended. Until then `bytes` is too large,
-never too small.
+Covering a chain, and uncovering blocks that no lease still holds, takes time per block. It is done in slices: `fit` and
+`uncover` take a bounded number of steps and continue where the last call ended. Until then `bytes` is too large, never
+too small.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ class Pins:
         return count, (count - covered) * size, id(found[covered - 1]) if covered else 0
 
     def uncover(self, steps: int) -> int:
-        """Uncover blocks that no lease holds any more, one per step, and return the number of `steps` left."""
+        """Uncover blocks that no lease still holds, one per step, and return the number of `steps` left."""
         over = self._over
         while over and steps:
             steps -= 1
@@ -196,7 +196,7 @@ class Pins:
 
 
 def uncover_all(pins: Iterable[Pins]) -> None:
-    """Uncover blocks that no lease holds any more, for several engines, in at most STEPS steps together."""
+    """Uncover blocks that no lease still holds, for several engines, in at most STEPS steps together."""
     steps = STEPS
     for each in pins:
         steps = each.uncover(steps)

@@ -28,9 +28,9 @@ class Survey(NamedTuple):
 class Pool:
     """Gives out pages and takes them back. Generations never repeat within a region; ticks only increase.
 
-    Attributes: `tick` and `generation` are the last ones given out; `busy` counts the pages that may still be written:
-    of blocks that are WRITING, or in quarantine. `blocks` and `read` are by the first page: the blocks, and whether a
-    lookup has found them. Only the first `ready` pages are used yet.
+    Attributes: `tick` is the last time given out, `generation` the last generation; `busy` counts the pages that may
+    still be written: of blocks that are WRITING, or in quarantine. `blocks` and `read` are by the first page: the
+    blocks, and whether a lookup has found them. Only the first `ready` pages are used yet.
     """
 
     def __init__(self, rows: RegionRows, generation: int, ready: int) -> None:

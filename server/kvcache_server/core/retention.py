@@ -179,7 +179,7 @@ class Retentions:
     def retain(self, session: Session, request: m.Retain, now: float) -> m.Retained:
         """Retain a chain, or extend the time of its retention. Raises BadArgument, UnknownHandle.
 
-        The blocks that fit are held now or, if it takes long to find out how many fit, soon.
+        The blocks that fit are held now or, if counting them takes long, soon.
         """
         _, group = session.group(request.namespace, request.group)
         check_hashes(request.hashes, group.hash_bytes)

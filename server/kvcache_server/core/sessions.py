@@ -163,7 +163,7 @@ class Session:
         self.engine = engine
         self.label = label
         self.opened = opened
-        self.may_restate = False  # it has resumed, and has not restated what it holds
+        self.may_restate = False  # it has resumed, and has not restated its leases
         self.attached: dict[int, tuple[Namespace, tuple[int, ...]]] = {}
         self.leases: dict[int, Lease] = {}
 

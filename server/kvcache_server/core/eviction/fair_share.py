@@ -1,4 +1,4 @@
-"""The shares of the region, and the part of it that none of them loses to others: its floor. Pure.
+"""The shares of the region, and the floor of each: the part of it that is never lost to other shares. Pure.
 
 Every live share has one, so that its blocks stay cached for long enough to show whether they are requested again.
 """

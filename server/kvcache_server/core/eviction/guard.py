@@ -20,8 +20,8 @@ _SMOOTH = 256  # lookups over which the mean size of prompts is taken
 class Guard:
     """Attributes: `by_age` is whether age is better, `switches` is how often that has changed.
 
-    The `lead` is by how many hits age is ahead, clamped to 0 to PROMPTS prompts. `by_age` changes when it reaches the
-    other end. So gains of long ago do not excuse losses of now.
+    The `lead` is the number of hits by which age is ahead, never below 0 or above PROMPTS prompts. `by_age` changes
+    when it reaches the other end. So old gains do not excuse present losses.
     """
 
     def __init__(self, worths: Worths, slots: int) -> None:

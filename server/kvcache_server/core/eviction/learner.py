@@ -50,7 +50,7 @@ class _Lookup(NamedTuple):
     engine: Engine
     group: Group
     first: bytes
-    blocks: int  # that were asked for
+    blocks: int  # number requested
     hits: int
     found: Sequence[Block]  # those that the engine may load; none without a full group
     tails: Sequence[Block]  # of other groups, that it needs with those

@@ -39,7 +39,7 @@ class Monitor:
         return watched >= WATCHED // 2 or (watched >= FEWEST and 2 * self.every * block_tokens <= SPACING)
 
     def steps(self, block_tokens: int) -> tuple[int, int]:
-        """Return the distance in blocks of a prompt between candidates, and that one in how many candidates is watched;
+        """Return the distance between candidates, in blocks of a prompt, and the number of candidates per watched one;
         both are powers of two."""
         step = 1
         while step < self.every and step * block_tokens * 2 <= STRIDE:

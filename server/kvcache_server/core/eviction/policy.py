@@ -78,7 +78,7 @@ class Eviction:
         self.tiers: Tiers | None = None  # blocks that they will store are not declined, however little worth here
         self.looks = 0  # blocks over which `pass_boundaries` may still look back in this turn
         self._left = 0  # blocks that may still be evicted for this reservation
-        self._page = self._pages = 0  # free pages that were set aside for this run: the first one, and how many
+        self._page = self._pages = 0  # free pages that were set aside for this run: the first one, and their number
         self.frozen = False  # nothing is evicted while leases of an earlier epoch may not be restated yet
         self.set_limits(limits)
 
@@ -285,8 +285,8 @@ class Eviction:
         return bool(self._useless) and not self.frozen
 
     def _evict_useless(self, block: Block, cause: str) -> Block | None:
-        """Evict the tails' blocks that hang on a block, the block and those above it, as far as no engine can use them
-        any more.
+        """Evict the tails' blocks that hang on a block, the block, and those above it, as far as no engine can use
+        them.
 
         Goes up at most STEP blocks: returns the block to continue with, None if it is done.
         """

@@ -164,10 +164,10 @@ class Snapshot:
             self.counters["rows_discarded"] += 1
 
     def _follow_runs(self, whole: Bools, pages: Ints) -> Bools:
-        """Find the runs of each block; return which of them have as many pages as they should.
+        """Find the runs of each block; return a flag per row: True if the block has as many pages as it should.
 
-        Runs of the others are cut off where they have enough, or at the end of the region. A further run belongs to one
-        block only, and only once.
+        Other blocks' runs are cut off once they have enough pages, or at the end of the region. A further run belongs
+        to one block only, and only once.
         """
         end = self.rows.geometry.pages
         self.pages = np.clip(self.pages, 1, np.where(pages > 0, np.minimum(pages, end - self.page), end - self.page))
@@ -307,7 +307,8 @@ class Snapshot:
                 self.counters["rows_discarded"] += 1
 
     def _find_visible(self) -> Bools:
-        """Return which blocks are READY with all their ancestors. O(n log depth): each round looks twice as far up."""
+        """Return a flag per row: True if the block is READY with all its ancestors. O(n log depth): each round looks
+        twice as far up."""
         count = len(self.row)
         good: Bools = np.append(self.state == READY, [True, False])
         up: Ints = np.append(self.parent, [count, count + 1])
@@ -320,7 +321,7 @@ class Snapshot:
         return good[:count]
 
     def _find_pending(self) -> None:
-        """Collect the hidden blocks that can become visible in `pending`; free or doom the others."""
+        """Collect the hidden blocks that can become visible in `pending`; free or doom the rest."""
         count, visible = len(self.row), self.visible
         hopeful: dict[int, bool] = {}
         for start in np.flatnonzero(~visible & ((self.state == READY) | (self.state == WRITING))).tolist():
