@@ -36,7 +36,7 @@ SUM_BYTES = 8  # of a shard's checksum: XXH3, 64 bits, little-endian; 0 means no
 
 class BlockRef(NamedTuple):
     """The offset of a block's first page in the region, and the generation by which a reader checks that the block is
-    still there. If it has several runs of pages, its row has the others."""
+    still there. If it has several runs of pages, its row has the rest."""
 
     offset: int
     generation: int
@@ -135,7 +135,7 @@ class GroupSpec(msgspec.Struct, frozen=True, array_like=True, omit_defaults=Fals
                 raise BadArgument(f"shard_bytes {size!r}: 1 to {MAX_SHARD_BYTES} bytes")
 
     def needed(self, end: int) -> int:
-        """Return how many of the last of the first `end` blocks of a chain an engine needs to continue after them.
+        """Return the number of blocks at the end of the first `end` blocks of a chain that an engine needs to continue.
 
         For a tail: `reach`, which covers a window or a state. With a `period`, none before the last multiple of it.
         """

@@ -116,7 +116,7 @@ def _apart(one: Space, other: Space) -> list[list[Any]]:
 
 
 def _first(one: Space, other: Space) -> str:
-    """Return the first difference between two namespaces, and the names of a few others."""
+    """Return the first difference between two namespaces, and the names of a few further ones."""
     apart = _apart(one, other)
     if not apart:
         return "in something that these reports leave out"

@@ -1,4 +1,4 @@
-"""Changes of the cache's content as vLLM's KV events, in numbered batches, the latest of which are kept. Pure.
+"""Changes of the cache's content as vLLM's KV events, in numbered batches; the latest are kept. Pure.
 
 A consumer of the stream knows which blocks lookups find. Each namespace is a topic with its own numbers. In a replay,
 batches that are no longer kept are replaced by the current content: events only state that a block is present or

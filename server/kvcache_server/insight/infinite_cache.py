@@ -69,7 +69,7 @@ class InfiniteCache:
             self._lots = dict(islice(half, _ROOM * 3 // 4))  # about half; few enough that it is not halved again soon
 
     def missed(self, hashes: Sequence[bytes]) -> None:
-        """Count how many of `hashes`, the blocks of one chain that a lookup missed, were evicted.
+        """Count those of `hashes`, the blocks of one chain that a lookup missed, that were evicted.
 
         A block is only stored below its parent, so these are the first ones. Their end is found by a search that skips
         most hashes. In one of 50 cases, by chance, the search stops too early.

@@ -173,7 +173,7 @@ def _keep_checksums(config: Config, folder: Folder, cache: Cache) -> None:
 
 
 def _share_counters(state: StateFile, cache: Cache) -> None:
-    """Make the state file count in the cache's counters, and add what it has counted so far."""
+    """Make the state file count in the cache's counters, and add its counts so far."""
     cache.counters.update(state.counters)
     state.counters = cache.counters
 

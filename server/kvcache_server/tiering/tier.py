@@ -35,7 +35,7 @@ class Tier:
 
     @property
     def keeps_up(self) -> bool:
-        """Whether it writes about as fast as it is asked to."""
+        """Whether it keeps up with the blocks to write."""
         return not self.writes_off and self.writes.waiting <= MOST_WRITES // 2
 
     @property
@@ -60,7 +60,7 @@ class Tier:
     def found(self, number: int, flags: bytes, now: float) -> tuple[Looking, int] | None:
         """Take the answer to a question: fetch the blocks before the first that is not there.
 
-        Return the question and how many those are; None for an unknown number.
+        Return the question and the number of these blocks; None for an unknown number.
         """
         answer = self.looks.answer(number, flags, now)
         if answer is None or answer[0].joint is not None:

@@ -111,10 +111,10 @@ class Tiering:
                 and not tier.looks.is_absent(name, now)
                 and not self._ask_jointly(tier, session.engine.name, group, hashes, request.start, now)
             ):
-                break  # others are writing all that is missing
+                break  # other clients are writing all missing blocks
             if (answer := tier.looks.answers_in(name, now)) is not None:
                 wait = answer
-                break  # the next tier is asked for what this one does not have
+                break  # the next tier is asked for blocks that this one lacks
         return 0, _milliseconds(wait)
 
     def _on_their_way(
@@ -215,7 +215,7 @@ class Tiering:
                 if first < len(hashes) and (fetch := tier.fetches.coming.get(hashes[first] + group.tag)) is not None:
                     return tier.fetches.coming_after(group, hashes, first) - hits, _milliseconds(eta(fetch.due, now))
             if begin == len(hashes):
-                continue  # others are writing all that is missing
+                continue  # other clients are writing all missing blocks
             name = hashes[begin]
             if not tier.knows(group, name, now):
                 parent = hashes[begin - 1] if begin else None
@@ -223,7 +223,7 @@ class Tiering:
                 tier.looks.ask(Looking(session.engine.name, group, parent, some, now))
             if (answer := tier.looks.answers_in(name + group.tag, now)) is not None:
                 wait = answer
-                break  # the next tier is asked for what this one does not have
+                break  # the next tier is asked for blocks that this one lacks
         return 0, _milliseconds(wait)
 
     def _starts_in(self, now: float) -> float:
@@ -266,7 +266,7 @@ class Tiering:
                 found.append(Said(tier.name, "asked", begin, count, "", asked.inquiry))
                 if count == LONGEST and begin + count < len(hashes):
                     found.append(Said(tier.name, "beyond", begin + count, len(hashes) - begin - count))
-                break  # the next tier is asked for what this one does not have
+                break  # the next tier is asked for blocks that this one lacks
             if tier.looks.is_absent(name, now):
                 found.append(Said(tier.name, absent(tier.writes_off), begin, len(hashes) - begin, tier.writes_off))
             elif fetch is None:
@@ -292,7 +292,7 @@ class Tiering:
                 continue  # no tier is asked before these have come
             elif name in tier.looks.asked:
                 found.append(Said(tier.name, "asked", hits, missed))
-                break  # the next tier is asked for what this one does not have
+                break  # the next tier is asked for blocks that this one lacks
             else:
                 known = tier.looks.is_absent(name, now)
                 cause, said = (absent(tier.writes_off), tier.writes_off) if known else ("not_asked", "")
@@ -371,7 +371,7 @@ class Tiering:
                 if each.name == request.tier and each.session.connected and each.session.id != session.id:
                     raise Unavailable(f"another tier is called {each.name!r}")
             former = tier
-            if former is not None:  # it has resumed: what it was doing is void
+            if former is not None:  # it has resumed: its former jobs are void
                 self._turn_off(former, "resumed")
             if len(self._tiers) - (former is not None) >= MOST_TIERS:
                 raise NotPermitted(f"{MOST_TIERS} tiers: there can be no more")

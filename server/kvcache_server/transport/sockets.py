@@ -1,4 +1,5 @@
-"""The daemon's listening sockets: who may connect, at what rate, and whether their files are still in place.
+"""The daemon's listening sockets: the users that may connect, the rate of connections, and checks that the files are in
+place.
 
 A socket is created for its owner only, and then opened by an access control list to the users and groups in the
 configuration: no other user can even connect.
@@ -144,7 +145,7 @@ class Acceptor:
 
 
 class Listener:
-    """A listening Unix socket at a path, and who may connect to it."""
+    """A listening Unix socket at a path, and the users that may connect to it."""
 
     def __init__(
         self,
