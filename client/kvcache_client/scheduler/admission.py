@@ -1,11 +1,11 @@
-"""Which requests may hold device blocks while they load, in engines that could wait for these blocks for ever. Pure.
+"""Which requests may hold device blocks while they load, in engines that could wait forever for these blocks. Pure.
 
 Before vLLM 0.32, a scheduler goes through its waiting requests in order, and stops at the first one that does not fit.
-Requests that load wait in the same queue. One of them that stands behind a request that does not fit is never looked at
-again, and the blocks that it holds never become free. So two rules hold in these engines:
+Requests that load wait in the same queue. If one of them stands behind a request that does not fit, it is never looked
+at again, and its blocks never become free. So two rules hold in these engines:
 
-- No load begins behind a request that was asked to wait: those who hold blocks stand before those who need them.
-- The requests that hold blocks, and the largest one that may get in between, fit into the device's memory together.
+- No load begins behind a request that has to wait: requests that hold blocks stand before those that need them.
+- The requests that hold blocks, and the largest one that may get in between, together fit into the device's memory.
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ WAIT: tuple[None, bool] = (None, False)
 
 
 class Admission:
-    """Of one engine."""
+    """The admission rules of one engine."""
 
     def __init__(
         self, counters: Counts, blocks: int, table_tokens: Sequence[int], lookahead: int, in_order: bool
     ) -> None:
-        """Decide for an engine with so many device `blocks`.
+        """Decide for an engine with `blocks` device blocks.
 
         Args:
-            table_tokens: tokens of a block of each group.
-            lookahead: tokens beyond those of a request for which it needs room in a step.
-            in_order: whether each request is seen before all that came later. An engine with priorities does not
-                promise that, nor does one that sets requests aside for reasons of its own.
+            table_tokens: tokens per block, by group.
+            lookahead: tokens beyond its own for which a request needs room in a step.
+            in_order: whether each request is seen before all later ones. An engine with priorities does not promise
+                that, nor does one that sets requests aside for its own reasons.
         """
         self._counters, self._blocks, self._table_tokens, self._lookahead = counters, blocks, table_tokens, lookahead
         self._in_order = in_order
-        self._waits = False  # whether a request was asked to wait in this schedule
+        self._waits = False  # whether a request has to wait in this schedule
         self._holders: dict[str, tuple[frozenset[int], int]] = {}  # by request: its blocks, and how many more it needs
-        self._held: Counter[int] = Counter()  # how many of them hold each block
-        self._largest = 0  # tokens of a request
+        self._held: Counter[int] = Counter()  # how many requests hold each block
+        self._largest = 0  # tokens of the largest request
 
     def answer(self, state: RequestState, tokens: int | None, is_load: bool) -> tuple[int | None, bool]:
-        """Return what the engine is told instead of `tokens` and `is_load`: the same, to wait, or to load nothing."""
+        """Return the answer for the engine instead of `tokens` and `is_load`: the same, to wait, or to load nothing."""
         self._largest = max(self._largest, state.request.tokens)
         self._in_order &= not state.request.set_aside
         if tokens is None:
@@ -59,14 +59,14 @@ class Admission:
         return tokens, is_load
 
     def _fits(self, tokens: int) -> bool:
-        """Return whether a request of so many tokens may hold blocks.
+        """Return whether a request of `tokens` tokens may hold blocks.
 
-        Then the first of those that hold blocks gets what it needs once nothing runs, and so does, if requests are not
-        asked in order, the largest one before it.
+        If so, the first request that holds blocks gets the rest that it needs once nothing runs; and so does the
+        largest one before it, if requests do not come in order.
         """
         whole = self._needs(tokens)
         if self._in_order and not self._holders:
-            return True  # the engine takes no request that does not fit alone
+            return True  # the engine takes no request that does not fit by itself
         rest = max(more for _, more in self._holders.values()) if self._in_order else self._needs(self._largest)
         return len(self._held) + whole + rest <= self._blocks
 
@@ -74,7 +74,7 @@ class Admission:
         return sum(-(-(tokens + self._lookahead) // each) for each in self._table_tokens)
 
     def hold(self, state: RequestState) -> None:
-        """Note that a request has got blocks to load into."""
+        """Note that a request has received blocks to load into."""
         self.leave((state.id,))
         blocks = frozenset(block for table in state.tables for block in table)
         more = max(0, self._needs(state.request.tokens) - sum(map(len, state.tables)))
@@ -82,7 +82,7 @@ class Admission:
         self._held.update(blocks)
 
     def leave(self, requests: Iterable[str]) -> None:
-        """Note requests that run, or have ended: what they hold becomes free by itself."""
+        """Note requests that run, or have ended: their blocks become free by themselves."""
         for request in requests:
             if held := self._holders.pop(request, None):
                 self._held.subtract(held[0])
@@ -94,4 +94,4 @@ class Admission:
         self._waits = False
         if self._holders:
             self.leave(requests)
-            self._held += Counter()  # drops what nobody holds
+            self._held += Counter()  # drops blocks that no request holds

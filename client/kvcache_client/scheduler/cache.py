@@ -1,6 +1,6 @@
-"""What the scheduler's side needs of a session with the daemon, and of what a session gives out. Pure.
+"""The protocols that the scheduler's side needs of a session with the daemon and of the objects it returns. Pure.
 
-`kvcache_client.session` has the real ones; tests of decisions have others, in memory.
+`kvcache_client.session` implements them; tests of decisions have in-memory implementations.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class CacheSession(Protocol):
 
 
 class Counts(Protocol):
-    """Where decisions are counted by name; see `kvcache_client.session.counters`."""
+    """Counts decisions by name; see `kvcache_client.session.counters`."""
 
     def add(self, name: str, count: int = 1) -> None: ...
 

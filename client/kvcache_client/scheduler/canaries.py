@@ -1,10 +1,9 @@
-"""One hit in many is computed all the same, and compared with what the cache has. Pure.
+"""One hit in many is computed anyway, and compared with the cached blocks. Pure.
 
 The scheduler's side: it answers "no hit" for the chosen request, waits until the engine has computed the blocks, and
 has the ranks compare some of them in the next step, before anything of that step touches device memory. The slots are
-not leased meanwhile: the lookup has just touched them, and where one is evicted all the same, its generation says so
-after the comparison, which then counts for nothing. So whatever becomes of the request or the engine, nothing is left
-behind.
+not leased meanwhile: the lookup has just touched them, and if one is evicted anyway, its generation shows that after
+the comparison, which then does not count. So nothing is left behind, whatever happens to the request or the engine.
 """
 
 from __future__ import annotations
@@ -16,25 +15,25 @@ from kvcache_client.scheduler.groups import FullAttention
 from kvcache_client.scheduler.request_state import Canary, RequestState
 from kvcache_client.step_plan import CheckJob, pick_refs
 
-BLOCKS = 4  # of one request that are compared
-BYTES = 64 << 20  # but no more than that, one block excepted
+BLOCKS = 4  # of one request that are compared, at most
+BYTES = 64 << 20  # compared at most, but always one block
 
 
 class Canaries:
-    """Of one engine. `due` are the comparisons that no plan has yet."""
+    """The canaries of one engine. `due` are the comparisons that no plan has yet."""
 
     def __init__(self, group: FullAttention, every: int, block_bytes: int) -> None:
-        """Choose one request with a hit in `every`, 0 for none; `block_bytes` are those of a cached block."""
+        """Choose one in `every` requests with a hit, 0 for none; `block_bytes` are the bytes of a cached block."""
         self.due: list[CheckJob] = []
         self._group, self._every = group, every
         self._most = max(1, min(BLOCKS, BYTES // block_bytes))
-        # Not all engines of a fleet at the same request after their start.
+        # Not at the same request in all engines of a fleet after their start.
         self._left = random.randrange(every) if every else -1
 
     def choose(self, state: RequestState, lease: CacheLease, hits: int, start: int) -> bool:
         """Return whether `state`, which has `hits` cached blocks and computes from device block `start` on, is chosen.
 
-        A request is counted once, however often it is asked for.
+        A request is counted once, however often it is looked up.
         """
         if not self._every or state.drawn:
             return False
@@ -47,7 +46,7 @@ class Canaries:
         return self.again(state, start)
 
     def again(self, state: RequestState, start: int) -> bool:
-        """Note that the request of a canary begins at device block `start` now; return whether it still is one."""
+        """Note that the request of a canary now begins at device block `start`; return whether it still is a canary."""
         canary = state.canary
         if canary is None:
             return False
@@ -69,10 +68,10 @@ class Canaries:
             self.due.append(CheckJob(state.id, canary.region, pick_refs(canary.packed, slots), blocks))
 
     def take(self) -> list[CheckJob]:
-        """Return what the ranks compare before this step begins."""
+        """Return the comparisons that the ranks make before this step begins."""
         due, self.due = self.due, []
         return due
 
     def forget(self) -> None:
-        """Drop what is to be sent: the weights have changed."""
+        """Drop the comparisons that are to be sent: the weights have changed."""
         self.due.clear()

@@ -1,4 +1,4 @@
-"""Hashes of blocks, with the digest of further content mixed in where the engine's own hashes only name it. Pure."""
+"""Hashes of blocks, with the digest of further content mixed in if the engine's own hashes only name it. Pure."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import overload
 
 
 class ContentHashes(Sequence[bytes]):
-    """The hashes `plain` with `content` mixed in, as long as they are; those asked for are computed, each once.
+    """The hashes `plain` with `content` mixed in, at their length; each is computed once, when it is first read.
 
-    `plain` may grow, and be cut: each hash is known by itself, not by its place.
+    `plain` may grow, and be cut: a computed hash is found by its plain hash, not by its position.
     """
 
     __slots__ = ("__weakref__", "_mixed", "_start", "content", "plain")

@@ -1,22 +1,22 @@
-"""How many requests of this engine have asked for each cached block, for `min_hits`. Pure."""
+"""Counts how many requests of this engine asked for each cached block, for `min_hits`. Pure."""
 
 from __future__ import annotations
 
 from kvcache_client.scheduler.groups import FullAttention
 from kvcache_client.scheduler.request_state import RequestState
 
-BLOCKS = 1 << 16  # cached blocks that are remembered: those that were asked for last
+BLOCKS = 1 << 16  # cached blocks that are remembered: those that were requested last
 
 
 class Demand:
-    """Of one engine. A block of which fewer than `least` requests have asked is not saved; 0 is no limit."""
+    """The demand in one engine. A block that fewer than `least` requests asked for is not saved; 0 is no limit."""
 
     def __init__(self, group: FullAttention, least: int) -> None:
         self._group, self._least = group, least
-        self._counts: dict[bytes, int] = {}  # in the order in which they were asked for last
+        self._counts: dict[bytes, int] = {}  # in the order of their last request
 
     def ask(self, state: RequestState) -> None:
-        """Count a request once, and limit what is saved of it. What it wants to be retained is saved in any case."""
+        """Count a request once, and limit how much of it is saved. Blocks that it wants retained are saved anyway."""
         request = state.request
         if self._least < 2 or state.counted:
             return

@@ -1,9 +1,9 @@
-"""What one engine may load from the daemon, as far as it knows: its own saves, and what its lookups found. Pure.
+"""The blocks that one engine may load from the daemon, as far as it knows: its own saves and its lookups' hits. Pure.
 
 Events name blocks of the engine, with their tokens, so that a router that follows the engine's own blocks can match
-them. A cached block is one of these, so that each can be loaded by itself. It is several only if the engine's KV cache
-groups have blocks of different sizes: then no hit ends between these, not even in device memory. Nothing is reported as
-stored that cannot be reported as removed later.
+them. A cached block is one block of the engine, so that each can be loaded by itself. It is several only if the
+engine's KV cache groups have blocks of different sizes: then no hit ends between these, not even in device memory.
+Nothing is reported as stored that cannot be reported as removed later.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from kvcache_client.scheduler.views import RequestView
 from kvcache_client.step_plan import RankVerdicts
 from kvcache_proto.types import Verdict
 
-REMEMBERED = 1 << 19  # cached blocks; beyond that the oldest are reported as removed, though they may be there
-SHIPPED = 1 << 16  # blocks that are being saved; beyond that the answers to the oldest are taken for lost
+REMEMBERED = 1 << 19  # cached blocks; beyond that the oldest are reported as removed, though they may still be cached
+SHIPPED = 1 << 16  # blocks that are being saved; beyond that the oldest ones' answers count as lost
 WAITING = 1 << 15  # blocks whose parent is not visible; beyond that a lookup may report them later
 
-# Returns what events say of a request, and what they say of its blocks from one token to another, in order.
+# Returns an event's fields for a request, and its fields for the request's blocks between two tokens, in order.
 Describe = Callable[[RequestView, int, int], tuple[Any, list[Any]]]
 
 
@@ -33,10 +33,10 @@ class Stored:
 
     Attributes:
         parent: hash of the engine's block above them; None for a root.
-        hashes: of the engine's blocks in them, its own.
-        tokens: of all of them.
-        request: what the engine says of the request that saved or found them.
-        blocks: what it says of them, in order.
+        hashes: the engine's own hashes of its blocks in them.
+        tokens: the tokens of all these blocks.
+        request: the engine's description of the request that saved or found them.
+        blocks: its descriptions of the blocks, in order.
     """
 
     parent: bytes | None
@@ -54,19 +54,19 @@ class Removed:
 
 
 class EngineEvents:
-    """What has changed; `take` returns it."""
+    """Collects the changes; `take` returns them."""
 
     def __init__(self, group: FullAttention, describe: Describe) -> None:
         self._group, self._describe = group, describe
         self._new: list[Stored | Removed] = []
-        self._there: dict[bytes, tuple[bytes, ...]] = {}  # by a cached block's hash, those of the engine's blocks in it
+        self._there: dict[bytes, tuple[bytes, ...]] = {}  # by cached block: the engine's hashes in it
         self._shipped: dict[tuple[bytes, int, int], Stored] = {}  # being saved, each one cached block
-        self._hidden: dict[bytes, list[Stored]] = {}  # whole, by the parent that is not, as far as we know
-        self._coming: set[bytes] = set()  # hashes of the cached blocks in both
-        self._waiting = 0  # blocks in it
+        self._hidden: dict[bytes, list[Stored]] = {}  # whole, by the parent that is not known to be whole
+        self._coming: set[bytes] = set()  # hashes of the cached blocks in _shipped and _hidden
+        self._waiting = 0  # blocks in _hidden
 
     def take(self) -> list[Stored | Removed]:
-        """Return what has changed since the last call, in order."""
+        """Return the changes since the last call, in order."""
         new, self._new = self._new, []
         return new
 
@@ -78,9 +78,9 @@ class EngineEvents:
             self._forget([self._shipped.pop(next(iter(self._shipped)))])
 
     def settled(self, verdicts: RankVerdicts) -> None:
-        """Take the verdicts of one rank; only the last rank's decides whether a block is visible.
+        """Take the verdicts of one rank; only the last rank's verdict decides whether a block is visible.
 
-        That may be another rank for a block than for its parent, whose verdict may then come later.
+        The last rank of a parent may be another one than that of its child, so the parent's verdict may come later.
         """
         for position, verdict in zip(verdicts.positions, verdicts.verdicts, strict=False):
             if verdict == Verdict.PARTIAL:
@@ -124,13 +124,13 @@ class EngineEvents:
         return Stored(parent, list(hashes[first * per_slot : end * per_slot]), tokens, said, blocks)
 
     def _awaited(self, parent: bytes) -> list[Stored]:
-        """Return what waits for that parent, and forget that it waits."""
+        """Return the blocks that wait for that parent, and forget that they wait."""
         pieces = self._hidden.pop(parent, [])
         self._waiting -= len(pieces)
         return pieces
 
     def _forget(self, pieces: Sequence[Stored]) -> None:
-        """Take cached blocks that were being saved for lost."""
+        """Count cached blocks that were being saved as lost."""
         self._coming.difference_update(piece.hashes[-1] for piece in pieces)
 
     def _stored(self, piece: Stored) -> None:

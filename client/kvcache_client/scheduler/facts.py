@@ -1,4 +1,4 @@
-"""What an engine is like, as far as its decisions depend on it. Pure."""
+"""The properties of an engine that its decisions depend on. Pure."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from kvcache_proto.types import NamespaceSpec
 
 @dataclass(frozen=True)
 class EngineFacts:
-    """Facts of an engine, and functions that it answers questions with.
+    """Facts about an engine, and callbacks into it.
 
     Attributes:
-        block_tokens: tokens of a block of the engine; if it has `groups`, tokens of a block hash.
-        blocks_per_slot: how many of these belong to a cached block.
+        block_tokens: tokens per block of the engine; if it has `groups`, tokens per block hash.
+        blocks_per_slot: how many of these make one cached block.
         saves, loads: whether the engine saves to the cache, and loads from it.
-        volatile: cached blocks at the end of a hit that are computed all the same.
-        groups: the groups of the namespace, for an engine that has other groups than one of full attention.
-        table_tokens: tokens of a block of each of the engine's groups; by default, it has one of `block_tokens`.
+        volatile: cached blocks at the end of a hit that are computed anyway.
+        groups: the groups of the namespace, unless the engine has only one group, of full attention.
+        table_tokens: tokens per block of each of the engine's groups; by default, one group of `block_tokens`.
         joining: ranks that do not know the namespace before they get a plan.
-        step_tokens: most tokens that a step schedules.
-        ranks: how many ranks copy.
-        device_blocks: for an engine that could wait for ever for requests that load (see `admission`), else 0.
-        lookahead, in_order: for such an engine, as there.
-        describe: returns what events say of a request and its blocks. Without it, there are no events.
-        checkpoint: returns the id of the checkpoint as it is now, "" if it is not known.
-        evicted_next: returns the device blocks, in order, of which the engine gives away the given number next. Without
-            it, saves are eager.
+        step_tokens: the most tokens that a step schedules.
+        ranks: number of ranks that copy.
+        device_blocks: for an engine that could wait forever for requests that load (see `admission`), else 0.
+        lookahead, in_order: for such an engine, as in `Admission`.
+        describe: returns the events' fields for a request and its blocks. Without it, there are no events.
+        checkpoint: returns the present id of the checkpoint, "" if it is unknown.
+        evicted_next: returns the given number of device blocks that the engine gives away next, in order. Without it,
+            saves are eager.
         hash_of: returns the hash of a device block in the engine's own prefix cache, b"" if it is not there.
     """
 
@@ -56,11 +56,11 @@ class EngineFacts:
 
     @property
     def tables(self) -> Sequence[int]:
-        """Tokens of a block of each of the engine's groups."""
+        """Tokens per block of each of the engine's groups."""
         return self.table_tokens or (self.block_tokens,)
 
     def group(self, spec: NamespaceSpec, settings: ConnectorSettings) -> FullAttention | SeveralGroups:
-        """Return how the engine's blocks are matched, loaded and saved."""
+        """Return the rules by which the engine's blocks are matched, loaded and saved."""
         only_prompts = settings.save == "prompt"
         if not self.groups:
             return FullAttention(self.block_tokens, self.blocks_per_slot, self.volatile, only_prompts)
@@ -69,9 +69,10 @@ class EngineFacts:
         )
 
     def lazy(self, settings: ConnectorSettings, group: FullAttention, counters: Counts) -> Lazy | None:
-        """Return what delays saves until the engine is about to evict their blocks; None if saves are eager."""
+        """Return the object that delays saves until the engine is about to evict their blocks; None if saves are
+        eager."""
         if settings.save_mode != "lazy" or self.evicted_next is None:
             return None
-        # What the next step may give away, and as much again: a save takes a step.
+        # The blocks that the next step may give away, and as many again: a save takes a step.
         ahead = 2 * self.step_tokens // self.block_tokens
         return Lazy(group, ahead, self.evicted_next, self.hash_of, counters)

@@ -1,7 +1,7 @@
-"""How the blocks of an engine are matched, loaded and saved. Pure.
+"""The rules by which an engine's blocks are matched, loaded and saved. Pure.
 
-Of an engine's blocks, `blocks_per_slot` make one cached block, which has one slot. An engine with several KV cache
-groups, or with one that is no full attention, has tails: see `SeveralGroups`.
+Each cached block consists of `blocks_per_slot` engine blocks, and has one slot. An engine with several KV cache groups,
+or with one that is not full attention, has tails: see `SeveralGroups`.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class Table(NamedTuple):
 
     Attributes:
         number: its position among the engine's groups.
-        block_tokens: tokens of its blocks.
-        blocks: how many of its blocks a slot contains: the last ones of the slot's tokens.
+        block_tokens: tokens per block of the group.
+        blocks: how many of the group's blocks a slot contains: the last ones of the slot's tokens.
     """
 
     number: int
@@ -34,12 +34,12 @@ class Table(NamedTuple):
 
 
 class Group(NamedTuple):
-    """A cached group: the engine's groups whose blocks are in its slots, one after the other.
+    """A cached group: the engine's groups whose blocks are in its slots, one after another.
 
     Attributes:
         reach, period: as in GroupSpec; 0 for full attention.
-        kept: how many tokens before the next one the engine keeps, if it is a window; otherwise 0.
-        chunk: tokens of a chunk, if it is attention to chunks; otherwise 0.
+        kept: how many tokens before the next one the engine keeps, for a window; otherwise 0.
+        chunk: tokens per chunk, for chunked attention; otherwise 0.
         is_state: whether a slot contains a state.
     """
 
@@ -52,11 +52,11 @@ class Group(NamedTuple):
 
     @property
     def columns(self) -> int:
-        """Return how many of the engine's blocks are in a slot."""
+        """Return the number of the engine's blocks in a slot."""
         return sum(table.blocks for table in self.tables)
 
     def first_kept(self, computed: int) -> int:
-        """Return the first token of which the engine has the blocks when it has computed so many."""
+        """Return the first token whose blocks the engine has kept when it has computed `computed` tokens."""
         if self.chunk:
             return computed // self.chunk * self.chunk
         return max(0, computed - self.kept) if self.reach else 0
@@ -69,8 +69,8 @@ class Found(NamedTuple):
         region: id of the region that they are in.
         packed: their references: those of the first group, then those of each tail.
         hits: how many cached blocks the lookup has found.
-        had: of how many of these, from the first one on, it has returned no tails.
-        sums: their checksums, in the same order; b"" for none.
+        had: for how many of these, from the first one on, it has returned no tails.
+        sums: the slots' checksums, in the same order; b"" for none.
     """
 
     region: bytes
@@ -86,26 +86,26 @@ class Found(NamedTuple):
 
 
 class FullAttention:
-    """Full attention and MLA: a block is of use only below all blocks before it.
+    """Full attention and MLA: a block is useful only below all blocks before it.
 
     A prefix is matched from its root on, up to the first miss, and every full block is saved.
 
     Attributes:
-        block_tokens: tokens of a block of the engine.
+        block_tokens: tokens per block of the engine.
         blocks_per_slot: blocks of the engine in a cached block.
         slot_tokens: tokens of a cached block.
         align: tokens after which a hit in the engine's own cache may end.
-        has_full: whether blocks are of use only below all blocks before them.
+        has_full: whether blocks are useful only below all blocks before them.
         tails: the other groups, by number.
-        volatile: cached blocks at the end of those that are looked up which are computed all the same: a drafter's KV
-            in them depends on the token after them.
+        volatile: looked-up cached blocks at the end that are computed anyway: a drafter's KV in them depends on the
+            token after them.
     """
 
     has_full = True
     tails: tuple[int, ...] = ()
 
     def __init__(self, block_tokens: int, blocks_per_slot: int, volatile: int = 0, prompt_only: bool = False) -> None:
-        """With `prompt_only`, nothing that was generated is saved."""
+        """With `prompt_only`, no generated tokens are saved."""
         self.block_tokens, self.blocks_per_slot = block_tokens, blocks_per_slot
         self.slot_tokens = block_tokens * blocks_per_slot
         self.align = block_tokens
@@ -117,8 +117,8 @@ class FullAttention:
         return hashes if self.blocks_per_slot == 1 else hashes[self.blocks_per_slot - 1 :: self.blocks_per_slot]
 
     def loadable(self, request: RequestView) -> int:
-        """Return how many cached blocks the request may load: at least one token is left to compute, and one lookup
-        asks for a bounded number."""
+        """Return how many cached blocks the request may load: at least one token is left to compute, and the number of
+        blocks per lookup is bounded."""
         most = min(max(request.tokens - 1, 0) // self.slot_tokens, len(request.hashes) // self.blocks_per_slot)
         return min(most, MAX_HASHES - self.volatile)
 
@@ -127,10 +127,10 @@ class FullAttention:
         return max(0, hits - self.volatile)
 
     def full(self, request: RequestView, computed: int) -> int:
-        """Return how many cached blocks are full, hashed and to be saved once `computed` tokens are computed.
+        """Return the number of cached blocks that are full, hashed and to be saved once `computed` tokens are computed.
 
-        A hash exists for known tokens only, so that placeholders of tokens still being sampled do not count, even where
-        `computed` includes them.
+        Only known tokens have hashes, so placeholders of tokens still being sampled do not count, even if `computed`
+        includes them.
         """
         full = min(len(request.hashes), computed // self.block_tokens) // self.blocks_per_slot
         return min(full, request.prompt_tokens // self.slot_tokens) if self.prompt_only else full
@@ -141,19 +141,19 @@ class FullAttention:
         return self.keys(request.hashes)[saved:full] if full > saved else ()
 
     def references(self, keys: Sequence[bytes], hits: int, had: int) -> Sequence[bytes]:
-        """Return the hash of each slot that a lookup of `keys` returns, of whose tails the engine has `had`."""
+        """Return the hash of each slot that a lookup of `keys` returns if the engine has the first `had` tails."""
         return keys[:hits]
 
     def columns(self, number: int) -> int:
-        """Return how many device blocks a slot of a group contains."""
+        """Return the number of device blocks in a slot of a group."""
         return self.blocks_per_slot
 
     def slot_blocks(self, tables: BlockTables, first: int, end: int) -> list[int]:
-        """Return the device blocks of the full group's slots from `first` to `end`, fewer where some are missing."""
+        """Return the device blocks of the full group's slots from `first` to `end`, fewer if some are missing."""
         return list(tables[0][first * self.blocks_per_slot : end * self.blocks_per_slot])
 
     def cut_loads(self, request: str, found: Found, tables: BlockTables, first: int, count: int) -> list[LoadJob]:
-        """Return the jobs that bring `count` of the engine's blocks from `first` on; [] if the slots do not suffice.
+        """Return the jobs that load `count` of the engine's blocks from `first` on; [] if the slots do not suffice.
 
         `tables` are all device blocks of the request, by group of the engine; 0 is none.
         """
@@ -165,10 +165,10 @@ class FullAttention:
 
 
 class SeveralGroups(FullAttention):
-    """A full group, if there is one, and tails: of these, an engine continues with the last blocks of a prefix.
+    """A full group, if there is one, and tails: an engine continues a prefix with only the last blocks of each tail.
 
-    All have slots of the same tokens, with the same hashes. What `FullAttention` calls blocks of the engine are those
-    of its hashes here.
+    All have slots of the same tokens, with the same hashes. Where `FullAttention` says blocks of the engine, the blocks
+    of its hashes are meant here.
     """
 
     def __init__(
@@ -180,10 +180,10 @@ class SeveralGroups(FullAttention):
         checkpoint_tokens: int | None = 0,
         volatile: int = 0,
     ) -> None:
-        """`checkpoint_tokens` are those between two boundaries in a prompt whose tails are saved; 0: only at its
-        junction and its end; None: what is best for these groups.
+        """`checkpoint_tokens` is the distance of the boundaries in a prompt whose tails are saved; 0: only at its
+        junction and its end; None: the best distance for these groups.
 
-        What is generated is saved as it comes: the engine does not keep a window until it is known where a request
+        Generated tokens are saved as they come: the engine does not keep a window until it is known where a request
         ends.
         """
         slot_tokens = specs[0].block_tokens
@@ -197,7 +197,7 @@ class SeveralGroups(FullAttention):
         self.tails = tuple(range(int(self.has_full), len(groups)))
 
     def usable(self, hits: int) -> int:
-        """As above. If there are tails, the daemon has left out what is volatile: see `GroupSpec.followed`."""
+        """As above. If there are tails, the daemon has left out volatile blocks: see `GroupSpec.followed`."""
         return hits if self.tails else super().usable(hits)
 
     def references(self, keys: Sequence[bytes], hits: int, had: int) -> Sequence[bytes]:
@@ -212,9 +212,9 @@ class SeveralGroups(FullAttention):
     def tail_blocks(
         self, number: int, tables: BlockTables, slots: Sequence[int], computed: int
     ) -> dict[int, list[int]]:
-        """Return the device blocks of those of a tail's `slots` that the engine has all blocks of, by slot.
+        """Return, by slot, the device blocks of those `slots` of a tail whose blocks the engine has all kept.
 
-        It has computed so many tokens, or fewer, since it has given blocks away last.
+        It had computed at most `computed` tokens when it last gave blocks away.
         """
         first, found = self._groups[number].first_kept(computed), {}
         for slot in slots:
@@ -226,11 +226,11 @@ class SeveralGroups(FullAttention):
     def tail_slots(
         self, number: int, request: RequestView, first: int, end: int, limit: int | None, junction: int = 0
     ) -> list[int]:
-        """Return which slots of a tail, from `first` to `end`, are to be saved.
+        """Return the slots of a tail, from `first` to `end`, that are to be saved.
 
-        Those that are needed at the end of the prompt, also by a request that has to compute its last token, or what is
-        volatile; at a `limit` of what is saved; at the `junction`, where it parts from what is cached; at each
-        checkpoint; and all that are generated. States are saved as they are made.
+        These are the slots that are needed at the end of the prompt, also by a request that has to compute its last
+        token or the volatile blocks; at the `limit` of what is saved; at the `junction`, where the request leaves the
+        cached chain; at each checkpoint; and all generated ones. States are saved as they are made.
         """
         if self._groups[number].is_state:
             return []
@@ -239,7 +239,7 @@ class SeveralGroups(FullAttention):
         ends = {prompt, prompt if limit is None else limit}
         last = (request.prompt_tokens - 1) // self.slot_tokens
         if any(group.is_state for group in self._groups):
-            junction = 0  # nobody can continue there: the engine has no state of it
+            junction = 0  # no request can continue there: the engine has no state of it
         boundaries = {junction, last, *ends, *(end - self.volatile for end in ends)}
         if step:
             reach = self._specs[number].reach
@@ -268,10 +268,10 @@ class SeveralGroups(FullAttention):
         return found
 
     def cut_loads(self, request: str, found: Found, tables: BlockTables, first: int, count: int) -> list[LoadJob]:
-        """As above. In the jobs, 0 stands for a block that is not to be filled.
+        """As above. In the jobs, 0 is a block that is not to be filled.
 
-        The engine has blocks for exactly those positions that it will read. Where one of them is in no slot, it wants
-        to continue at another boundary than that of the hits.
+        The engine has blocks for exactly those positions that it will read. If one of them is in no slot, it wants to
+        continue at another boundary than that of the hits.
         """
         begin, end = first * self.block_tokens, (first + count) * self.block_tokens
         jobs: list[LoadJob] = []
@@ -300,12 +300,12 @@ class SeveralGroups(FullAttention):
         return [msgspec.structs.replace(job, jobs=len(jobs)) for job in jobs]
 
     def _counts(self, hits: int, had: int) -> list[int]:
-        """Return how many slots of each group a lookup returns for `hits`."""
+        """Return the number of slots of each group that a lookup returns for `hits`."""
         least = max(0, hits - had)
         return [hits if spec.kind == FULL else min(spec.needed(hits), least) for spec in self._specs]
 
     def _blocks(self, number: int, tables: BlockTables, slots: Sequence[int], first: int = 0) -> list[int]:
-        """Return the device blocks of `slots`, fewer where the engine has not all of them, from token `first` on."""
+        """Return the device blocks of `slots` from token `first` on, fewer if the engine does not have them all."""
         found: list[int] = []
         for slot in slots:
             for table in self._groups[number].tables:

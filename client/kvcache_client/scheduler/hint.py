@@ -1,4 +1,4 @@
-"""A hint: what a request says of its own blocks, as JSON has it. Pure; hints.py acts on it.
+"""A hint of a request on its own blocks, as in JSON. Pure; hints.py acts on it.
 
 {"retain": {"seconds": 3600, "tokens": 1024}, "drop": {"after": 1024}, "done": true}
 """
@@ -12,7 +12,7 @@ import msgspec
 from kvcache_proto.errors import BadArgument
 from kvcache_proto.messages import MAX_SECONDS
 
-SECONDS = 3600.0  # unless the request says for how long
+SECONDS = 3600.0  # unless the request has a time
 
 
 class Retain(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -30,7 +30,7 @@ class Rest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Hint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`retain` the prompt; `drop` what is used once; the conversation is `done`."""
+    """`retain` the prompt; `drop` blocks that are used once; the conversation is `done`."""
 
     retain: Retain | bool = False
     drop: Rest | bool = False
@@ -42,13 +42,13 @@ class Hint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def unwanted(self) -> Rest | None:
-        """What is not to be saved."""
+        """The tokens that are not to be saved."""
         given = self.done or self.drop
         return Rest() if given is True else given or None
 
 
 def parse_hint(value: Any) -> Hint:
-    """Return the hint in `value`, a mapping as JSON has it. Raises BadArgument, which names the key."""
+    """Return the hint in `value`, a mapping as in JSON. Raises BadArgument, which names the key."""
     try:
         return msgspec.convert(value, Hint)
     except msgspec.ValidationError as error:

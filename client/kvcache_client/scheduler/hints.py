@@ -1,7 +1,7 @@
-"""What requests say of their own blocks: that they are to stay, or that nobody needs them again. Pure.
+"""Acts on requests' hints that their own blocks are to stay, or are not needed again. Pure.
 
-A request that is used once is not saved. Its beginning may be what others begin with, too: a block that a second such
-request asks for is saved all the same.
+A request that is used once is not saved. But other requests may have the same beginning: a block that a second such
+request asks for is saved anyway.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from kvcache_client.scheduler.views import RequestView
 from kvcache_proto.types import MAX_HASHES
 
 SEEN = 1 << 14  # cached blocks of dropped requests that are remembered
-_REASONS = ("quota", "count")  # why the daemon does not retain blocks
+_REASONS = ("quota", "count")  # reasons of the daemon not to retain blocks
 
 
 class Hints:
-    """Of one engine. It acts on each request's hint once."""
+    """The hints in one engine. It acts on each request's hint once."""
 
     def __init__(self, group: FullAttention, counters: Counts) -> None:
         self._group, self._counters = group, counters
-        self._seen: dict[bytes, None] = {}  # blocks of dropped requests, in the order in which these ended
+        self._seen: dict[bytes, None] = {}  # blocks of dropped requests, in the order in which the requests ended
 
     def begin(self, state: RequestState) -> None:
-        """Take up the hint of a new request."""
+        """Apply the hint of a new request."""
         request = state.request
         if request.bad_hint:
             self._counters.warn("hints_invalid", f"the hint of a request is ignored: {request.bad_hint}")
@@ -41,7 +41,7 @@ class Hints:
             state.progress.limit = max(state.progress.limit, len(self._prompt(request)) if shared is None else shared)
 
     def retain(self, state: RequestState, namespace: CacheNamespace) -> None:
-        """Ask the daemon to keep what the request wants to be kept; blocks may be saved later."""
+        """Ask the daemon to keep the blocks that the request wants kept; they may be saved later."""
         request, hint = state.request, state.request.hint
         wanted = hint.retained if hint is not None else None
         if wanted is None or state.retained:
@@ -55,7 +55,7 @@ class Hints:
             namespace.retain(keys, wanted.seconds, request=request.id, then=self._answered)
 
     def finished(self, state: RequestState, namespace: CacheNamespace) -> None:
-        """Remember what a request had that was used once; tell the daemon that a conversation is over."""
+        """Remember the blocks of a request that was used once; report the end of a conversation to the daemon."""
         request, hint = state.request, state.request.hint
         if hint is None or (rest := hint.unwanted) is None or request.uncacheable or state.barred:
             return
@@ -72,14 +72,14 @@ class Hints:
         return self._group.keys(request.hashes)[: request.prompt_tokens // self._group.slot_tokens]
 
     def _kept(self, request: RequestView, hint: Hint, rest: Rest) -> int:
-        """Return how many cached blocks at the beginning are neither dropped nor left unsaved."""
+        """Return the number of cached blocks at the beginning that are neither dropped nor left unsaved."""
         tokens, retained = rest.after, hint.retained
         if retained is not None:
             tokens = max(tokens, request.prompt_tokens if retained.tokens is None else retained.tokens)
         return tokens // self._group.slot_tokens
 
     def _remember(self, keys: Sequence[bytes]) -> None:
-        """Remember blocks of a request that has ended: several answers to one prompt are computed at the same time."""
+        """Remember blocks of a request at its end: several answers to one prompt are computed at the same time."""
         seen = self._seen
         for key in keys:
             seen.pop(key, None)

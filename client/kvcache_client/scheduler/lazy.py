@@ -1,8 +1,8 @@
-"""What lazy saving knows: which cached blocks the device holds, and which of them it is about to evict. Pure.
+"""The state of lazy saving: which cached blocks the device holds, and which of them it is about to evict. Pure.
 
 A block is saved when the engine is about to give its device memory away, together with all blocks above it, without
-which it would be of no use. A block that was found on the device twice is saved at once: a prefix that is in use all
-the time is never evicted, and other engines would never see it.
+which it would be useless. A block that was found on the device twice is saved at once: a prefix that is always in use
+is never evicted, and other engines would never see it.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from kvcache_client.scheduler.content import plain
 from kvcache_client.scheduler.groups import FullAttention
 from kvcache_client.scheduler.request_state import RequestState
 
-HITS = 2  # on the device, and a block is saved although it is not about to be evicted
+HITS = 2  # on the device, after which a block is saved although it is not about to be evicted
 
 
 @dataclass(slots=True)
 class _Held:
-    """Cached block `slot` of a request, in device `blocks`; `saved`: the daemon has it, or was asked to take it."""
+    """Cached block `slot` of a request, in device `blocks`; `saved`: the daemon has it, or was asked to save it."""
 
     state: RequestState
     slot: int
@@ -31,7 +31,7 @@ class _Held:
 
 @dataclass(slots=True)
 class Due:
-    """Cached blocks of a request from `first` on that are to be saved, one after the other, in device `blocks`."""
+    """Consecutive cached blocks of a request, from `first` on, that are to be saved, in device `blocks`."""
 
     state: RequestState
     first: int
@@ -40,7 +40,7 @@ class Due:
 
 
 class Lazy:
-    """Of one engine with full attention."""
+    """The lazy saves of one engine with full attention."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class Lazy:
         hash_of: Callable[[int], bytes],
         counters: Counts,
     ) -> None:
-        """`evicted_next` returns so many device blocks that the engine gives away next, in order; `ahead` are asked.
+        """`evicted_next(n)` returns the n device blocks that the engine gives away next, in order; n is `ahead`.
 
         `hash_of` returns the hash of a device block in the engine's own prefix cache, b"" if it is not there.
         """
@@ -59,7 +59,7 @@ class Lazy:
         self._held: dict[bytes, _Held] = {}
         self._keys: dict[int, bytes] = {}  # by device block
         self._hot: list[bytes] = []
-        self._ending: list[bytes] = []  # of requests that have their device blocks still
+        self._ending: list[bytes] = []  # last block of requests that still have their device blocks
         self._given = 0  # device blocks since the last look at what is evicted next
 
     def hold(self, state: RequestState, first: int, end: int, saved: bool = False) -> None:
@@ -81,7 +81,7 @@ class Lazy:
             self._keys.update(dict.fromkeys(blocks, key))
 
     def found(self, state: RequestState, tokens: int) -> None:
-        """Note that a request begins with so many tokens on the device, the daemon having had its `saved` blocks."""
+        """Note that a request begins with `tokens` tokens on the device, and that the daemon has its `saved` blocks."""
         end = tokens // self._group.slot_tokens
         self.hold(state, 0, min(end, state.progress.saved), saved=True)
         for key in self._group.keys(state.request.hashes)[:end]:
@@ -91,7 +91,7 @@ class Lazy:
                     self._hot.append(key)
 
     def given(self, blocks: Iterable[int]) -> None:
-        """Note that device blocks have other content from the step on that is being planned."""
+        """Note device blocks that get other content in the step that is being planned."""
         for block in blocks:
             self._given += 1
             if (key := self._keys.get(block)) is not None:
@@ -99,7 +99,7 @@ class Lazy:
                 self._drop(key)
 
     def due(self) -> list[Due]:
-        """Return what is to be saved now; it counts as saved from now on."""
+        """Return the blocks that are to be saved now; they count as saved from now on."""
         wanted = [key for key in self._hot if key in self._held and self._holds(self._held[key])]
         self._hot = []
         wanted += self._ending
@@ -115,7 +115,7 @@ class Lazy:
         return found
 
     def ending(self, state: RequestState) -> None:
-        """Note that a request gives its device blocks back. Where few are free, they go to the next one at once."""
+        """Note that a request gives its device blocks back. If few are free, the next request gets them at once."""
         if state.progress.saved and sum(1 for _ in self._evicted_next(self._ahead)) < self._ahead:
             self._ending.append(self._group.keys(state.request.hashes)[state.progress.saved - 1])
 
@@ -127,7 +127,7 @@ class Lazy:
         self._ending.clear()
 
     def _chain(self, last: _Held) -> Due:
-        """Return a block and all above it, as far as they are on the device: the daemon says what it has of them."""
+        """Return a block and all above it, as far as they are on the device: the daemon knows which of them it has."""
         keys = self._group.keys(last.state.request.hashes)
         above: list[_Held] = []
         for slot in range(last.slot, -1, -1):
@@ -142,8 +142,8 @@ class Lazy:
         return Due(last.state, first, list(keys[first : last.slot + 1]), blocks)
 
     def _holds(self, held: _Held) -> bool:
-        """Whether the engine still has a block that may be in use: another connector may load into its memory, of which
-        vLLM says nothing before the request is computed."""
+        """Whether the engine still has a block that may be in use: another connector may load into its memory, which
+        vLLM does not report before the request is computed."""
         width = self._group.columns(0)
         hashes = plain(held.state.request.hashes)[held.slot * width : (held.slot + 1) * width]
         return all(self._hash_of(block) == each for block, each in zip(held.blocks, hashes, strict=True))

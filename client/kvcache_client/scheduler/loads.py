@@ -1,8 +1,8 @@
-"""The loads of one engine that run, and the requests that wait for what another's load brings. Pure.
+"""The running loads of one engine, and the requests that wait for blocks of another request's load. Pure.
 
-Requests of one prefix that come together would each load it, and the bus would carry it as often. The first one loads;
-the others are asked for again until that load has ended, and then find the blocks in the device's own cache: the
-engine caches what a load brought in the schedule after its end, before or after it asks for those that wait.
+Requests of one prefix that come together would each load it over the bus. The first one loads; the engine retries the
+other requests until that load has ended, and then they find the blocks in the device's own cache: the engine caches
+loaded blocks in the schedule after the load's end, before or after it asks for the waiting requests.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from kvcache_client.scheduler.groups import FullAttention
 from kvcache_client.scheduler.request_state import RequestState
 from kvcache_client.step_plan import LoadJob
 
-PATIENCE = 1.0  # seconds that a request waits for others' loads, all together
-FAILED_LOADS = 3  # in a row, and no hit is offered for PAUSE seconds
+PATIENCE = 1.0  # seconds in all that a request waits for others' loads
+FAILED_LOADS = 3  # in a row, after which no hit is offered for PAUSE seconds
 PAUSE = 10.0
 
 
 @dataclass(slots=True)
 class Load:
-    """`hashes` are those of the cached blocks that it brings whole; `last` is the last one of them.
+    """`hashes` are those of the cached blocks that it loads whole; `last` is the last one of them.
 
-    `coming` are the ranks to which its bytes are still coming although it has been reported, 0 for other loads.
+    `coming` is the number of ranks that still receive its bytes although it has been reported, 0 for other loads.
     """
 
     lease: CacheLease | None
@@ -40,20 +40,20 @@ class Loads:
     """`ended` counts the loads that have ended; `jobs` are those that no plan has yet."""
 
     def __init__(self, group: FullAttention, counters: Counts, block_bytes: int) -> None:
-        """`block_bytes` are those of a block of the engine, of all ranks together."""
+        """`block_bytes` are the bytes of a block of the engine, on all ranks together."""
         self._group, self._block_bytes = group, block_bytes
         self.ended = 0
         self.jobs: list[LoadJob] = []
         self._begun: list[tuple[str, int]] = []
         self._counters = counters
         self._running: dict[str, Load] = {}
-        self._coming: dict[str, Load] = {}  # reported, and not there yet
+        self._coming: dict[str, Load] = {}  # reported, but not complete yet
         self._landed: dict[str, Load] = {}  # ended well, and perhaps not yet in the device's own cache
         self._failures = 0  # in a row
         self._paused_until = 0.0
 
     def __len__(self) -> int:
-        """Return how many run."""
+        """Return the number of running loads."""
         return len(self._running)
 
     @property
@@ -62,16 +62,16 @@ class Loads:
         return bool(self._coming) or any(load.coming for load in self._running.values())
 
     def need(self, tokens: int) -> None:
-        """Count what the engine wants to be loaded."""
+        """Count the tokens that the engine wants loaded."""
         self._counters.add("needed_blocks", -(-tokens // self._group.slot_tokens))
         self._counters.add("needed_bytes", tokens // self._group.block_tokens * self._block_bytes)
 
     def begin(
         self, jobs: Sequence[LoadJob], lease: CacheLease | None, hashes: Sequence[bytes], tokens: int, ranks: int = 0
     ) -> None:
-        """Note the load of a request, for the next plan. Without a lease it is one that fails.
+        """Note the load of a request, for the next plan. Without a lease, it is a load that fails.
 
-        `ranks` report the end of a layered one apart.
+        `ranks` is the number of ranks that report the end of a layered load separately.
         """
         request = jobs[0].request
         self.jobs += jobs
@@ -98,7 +98,7 @@ class Loads:
             load.failed |= request in requests or not invalid.isdisjoint(load.blocks)
 
     def end(self, request: str, now: float) -> Load | None:
-        """Return the load of a request, which has ended on every rank, its lease given back; None where it has none."""
+        """Return the load of a request, which has ended on every rank, its lease given back; None if it has none."""
         load = self._running.pop(request, None)
         if load is None:
             return None
@@ -119,8 +119,8 @@ class Loads:
         return load
 
     def arrived(self, request: str) -> int:
-        """Note that all bytes of a layered load have come to one more rank. Return its tokens if that was the last."""
-        # One that was preempted may load again before the bytes of its first load are there.
+        """Note that one more rank has all bytes of a layered load. Return the load's tokens if it was the last rank."""
+        # A preempted request may load again before the bytes of its first load are there.
         load = self._coming.get(request) or self._running.get(request)
         if load is None or not load.coming:
             return 0
@@ -132,24 +132,25 @@ class Loads:
         return load.tokens
 
     def paused(self, now: float) -> bool:
-        """Whether so many have failed that no hit is to be offered for a while."""
+        """Whether too many loads have failed, so that no hit is to be offered for a while."""
         return now < self._paused_until
 
     def scheduled(self) -> None:
-        """A schedule is over: what had landed before it is in the device's own cache by now."""
+        """A schedule is over: blocks that had landed before it are now in the device's own cache."""
         self._landed.clear()
 
     def forget(self) -> None:
-        """The weights have changed: no request waits for what was computed with the old ones."""
+        """The weights have changed: no request waits for blocks that were computed with the old ones."""
         self._landed.clear()
         for load in self._running.values():
             load.hashes = frozenset()
 
     def follow(self, state: RequestState, start: int, hits: int, now: float) -> bool:
-        """Return whether `state` is to wait for another's load, rather than load what it has not of `hits` itself.
+        """Return whether `state` is to wait for another request's load, rather than load what it lacks of `hits`
+        itself.
 
-        It has `start` device blocks. Only where one load brings the first of the cached blocks after those, and at
-        least half of all, and never longer than PATIENCE in all. While loads fail, each request has its own.
+        It has `start` device blocks. It waits only if one load brings the first cached block after those, and at least
+        half of all, and never longer than PATIENCE in all. While loads fail, each request has its own.
         """
         if self._failures or not (self._running or self._landed):
             return False
@@ -158,7 +159,7 @@ class Loads:
         hashes = self._group.keys(state.request.hashes)[start // self._group.blocks_per_slot : hits]
         for request, load in (*self._running.items(), *self._landed.items()):
             if self._group.tails and load.last not in hashes:
-                continue  # it brings the tails for another boundary
+                continue  # it loads the tails for another boundary
             if hashes[0] in load.hashes and request != state.id:
                 brought = next((at for at, name in enumerate(hashes) if name not in load.hashes), len(hashes))
                 if 2 * brought >= len(hashes):
@@ -172,7 +173,7 @@ class Loads:
         if not state.following.request:
             return False
         if (
-            start == state.following.start  # else it has found some in the device's own cache
+            start == state.following.start  # else it has found blocks in the device's own cache
             and now < state.following.until
             and (state.following.request in self._running or state.following.request in self._landed)
         ):

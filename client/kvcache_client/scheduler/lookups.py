@@ -1,7 +1,6 @@
-"""Lookups of requests, what they found, and the leases on it until a load takes them. Pure: the time is an argument.
+"""Lookups of requests, their results, and the leases on these until a load takes them. Pure: the time is an argument.
 
-A lookup is repeated where it found less than all and is not recent. All lookups of one schedule together have one
-deadline.
+A lookup is repeated if it did not find all blocks and is not recent. All lookups of one schedule share one deadline.
 """
 
 from __future__ import annotations
@@ -17,20 +16,20 @@ from kvcache_client.session.checksums import pick_sums
 from kvcache_proto.errors import KVCacheError
 
 PENDING_WAIT = 0.05  # seconds that a request waits, once, for blocks that are being written
-PRODUCER_WAIT = 1.0  # the same in an engine that leaves prompts to others: what is being written is being handed over
-TIER_WAIT = 2.0  # the same in all for blocks from a tier, while it is not known how long they take to compute
+PRODUCER_WAIT = 1.0  # the same in an engine that leaves prompts to others: blocks being written are being handed over
+TIER_WAIT = 2.0  # the same, in all, for blocks from a tier, while the time to compute them is unknown
 LEAST_WAIT = 0.002  # seconds between two lookups of a request that waits for a tier
-QUOTA_WAIT = 0.25  # seconds that it waits, in all, for running loads to give back what the engine may pin
-STALLED = 1 << 10  # blocks that were waited for in vain and are remembered
-MAX_AGE = 0.1  # seconds after which a lookup that found less than all is repeated
+QUOTA_WAIT = 0.25  # seconds that it waits, in all, for running loads to give leased bytes back to the engine's quota
+STALLED = 1 << 10  # blocks that are remembered because requests waited for them in vain
+MAX_AGE = 0.1  # seconds after which a lookup that did not find all blocks is repeated
 IDLE_SCHEDULES = 2  # schedules after which a lease that no load has taken is given back
 
 
 class Lookups:
-    """Of one engine.
+    """The lookups of one engine.
 
     Attributes:
-        spent: seconds of this schedule that they took.
+        spent: seconds that they took in this schedule.
         holding: requests whose lookup holds a lease, by name.
     """
 
@@ -44,16 +43,17 @@ class Lookups:
         events: EngineEvents | None = None,
         saves: bool = True,
     ) -> None:
-        """`verify` says which blocks of a hit are to be verified, each of `shards` shards; `saves`: it saves, too."""
+        """`verify` selects the blocks of a hit to be verified, each of `shards` shards; `saves`: the engine saves,
+        too."""
         self.spent = 0.0
         self._saves = saves
         self._group, self._shards, self._verify = group, shards, verify
         self._counters, self._notes, self._events = counters, notes, events
         self.holding: dict[str, RequestState] = {}
-        self._stalled: dict[bytes, float] = {}  # how long a block may be waited for that was waited for in vain
+        self._stalled: dict[bytes, float] = {}  # seconds that a block may be waited for after a vain wait
 
     def known(self, state: RequestState, limit: int, start: int, now: float) -> LookupResult | None:
-        """Return what the last lookup found, None where `limit` cached blocks have to be looked up.
+        """Return the result of the last lookup, None if `limit` cached blocks have to be looked up.
 
         The engine has the first `start` blocks of its own.
         """
@@ -65,7 +65,7 @@ class Lookups:
         return None if lookup.hits < min(limit, lookup.wanted) and now - lookup.at > MAX_AGE else lookup
 
     def ask(self, state: RequestState, namespace: CacheNamespace, limit: int, start: int, now: float) -> LookupResult:
-        """Look the first `limit` cached blocks of a request up; whatever the daemon does, there is an answer.
+        """Look up the first `limit` cached blocks of a request; there is an answer whatever the daemon does.
 
         The engine has the first `start` blocks of its own.
         """
@@ -91,12 +91,12 @@ class Lookups:
         else:
             state.progress.saved = lease.hits + lease.pending
             if self._stalled:
-                for name in keys[: lease.hits if lease.pending else lease.hits + 1]:  # its writer has moved, or is gone
+                for name in keys[: lease.hits if lease.pending else lease.hits + 1]:  # the writer moved on, or is gone
                     self._stalled.pop(name, None)
-            if not state.blocks:  # else it was preempted, and parts from what it has saved itself
+            if not state.blocks:  # else it was preempted, and leaves the chain that it has saved itself
                 state.progress.junction = lease.junction
             if self._events is not None and not lease.withheld:
-                # With tails, what follows the hits may be there: from another boundary on, it can be loaded.
+                # With tails, the blocks after the hits may be cached: they can be loaded from another boundary on.
                 self._events.looked_up(request, lease.hits, lease.hits if self._group.tails else len(keys))
             if waited and self._group.usable(lease.hits) == len(keys) - self._group.volatile:
                 self._notes.note(state, "came", now)
@@ -121,12 +121,13 @@ class Lookups:
     ) -> bool:
         """Return whether a request that computes from device block `start` on is to wait and be looked up again.
 
-        For running loads to give back what the engine may pin, or for blocks that are being written; for no longer than
-        `patience` seconds from now on. While the first of these blocks does not come, each wait for it is shorter.
+        It waits for running loads to give leased bytes back to the engine's quota, or for blocks that are being
+        written, for at most `patience` seconds from now on. While the first of these blocks does not come, each wait
+        for it is shorter.
         """
         lease = lookup.lease
         if lease.withheld and running_loads:
-            # What is loading now gives its slots back soon; to compute what is cached takes longer.
+            # Running loads give their slots back soon; computing cached blocks takes longer.
             state.waits.quota_until = state.waits.quota_until or now + min(QUOTA_WAIT, patience)
             if now < state.waits.quota_until:
                 state.waits.loads_to_end = ended_loads + 1
@@ -151,9 +152,9 @@ class Lookups:
         return False
 
     def waits_for_tier(self, state: RequestState, lookup: LookupResult, patience: float, now: float) -> bool:
-        """Return whether a request is to wait for blocks from a tier, which computing them would take `patience` for.
+        """Return whether a request is to wait for blocks from a tier, which take `patience` seconds to compute.
 
-        Until then it is not looked up again: `state.waits.tier_until`. In all it waits no longer than that.
+        It is not looked up again before `state.waits.tier_until`, and waits no longer than `patience` in all.
         """
         eta = lookup.lease.eta
         if patience == math.inf:
@@ -167,13 +168,13 @@ class Lookups:
         return True
 
     def take(self, state: RequestState) -> LookupResult | None:
-        """Hand over what was found, with its lease, to a load; None where no lease is held."""
+        """Hand the result over to a load, with its lease; None if no lease is held."""
         lookup, state.lookup = state.lookup, None
         self.holding.pop(state.id, None)
         return lookup if lookup is not None and lookup.lease.id else None
 
     def forget(self, state: RequestState) -> None:
-        """Give the lease back, and forget what was found."""
+        """Give the lease back, and forget the result."""
         self.release(state)
         state.lookup = None
 

@@ -1,6 +1,6 @@
-"""The namespace in which one engine shares its blocks, and what a reset of the engine's cache does about that.
+"""The namespace in which one engine shares its blocks, and how a reset of the engine's cache changes it.
 
-The weights may have changed with a reset, and a namespace names the weights. Others stay where they are.
+A reset may come with new weights, and a namespace names the weights. Other engines stay in their namespaces.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ logger = logging.getLogger("vllm.kvcache.scheduler")
 
 
 class Membership:
-    """Of one engine.
+    """The membership of one engine.
 
     Attributes:
         namespace: the present one.
-        announced: what the ranks are to join with the next plan; None where they know it.
-        joining: ranks that cannot have joined it before a plan names it, until they have.
-        declined: ranks that take no part in the cache, and why.
-        unsettled: whether it is open, after a reset, which weights the engine has.
+        announced: the namespace that the ranks are to join with the next plan; None if they know it.
+        joining: ranks that have not joined it yet, because they cannot before a plan names it.
+        declined: the reason, by rank, of those that take no part in the cache.
+        unsettled: whether it is unknown, after a reset, which weights the engine has.
         lost: whether the engine could not join a namespace after a reset, and shares nothing any more.
     """
 
@@ -39,7 +39,7 @@ class Membership:
         events: EngineEvents | None,
         joining: Collection[int] = (),
     ) -> None:
-        """`checkpoint` returns what `spec` calls so, as it is now; "" where that is not known."""
+        """`checkpoint` returns the present value of the spec's `checkpoint`; "" if that is not known."""
         self._session, self._on_reset, self._events = session, settings.on_reset, events
         self._ceiling = settings.num_cpu_blocks * sum(group.block_bytes for group in spec.groups)
         self.namespace: CacheNamespace = session.attach(spec, (), self._ceiling)
@@ -59,8 +59,8 @@ class Membership:
         return self._reading is not None and self._reading.waits(now) and not self.settle()
 
     def ranks_declined(self, changed: Mapping[int, str]) -> bool:
-        """Note which ranks take no part, and why; "" for one that does again. Return whether the engine shares nothing
-        from now on.
+        """Note the ranks that take no part, with the reason; "" for one that does again. Return whether the engine
+        shares nothing from now on.
 
         A block is whole with the shards of all ranks: while one takes no part, the engine looks nothing up and saves
         nothing.
@@ -76,7 +76,7 @@ class Membership:
         return bool(self.declined) and not before
 
     def settle(self) -> bool:
-        """Return whether it is known which weights the engine has; where it has just become known, act on it."""
+        """Return whether it is known which weights the engine has; act on it if it has just become known."""
         if self._reading is None:
             return True
         found = self._reading.found
@@ -90,7 +90,7 @@ class Membership:
         return self._move(self.namespace.spec.with_unnamed_weights())
 
     def reset(self) -> bool:
-        """Go on as `on_reset` says; return whether the engine shares blocks after this."""
+        """Continue according to `on_reset`; return whether the engine still shares blocks."""
         self._resets += 1
         if self._on_reset == "keep":
             self._reading, self.unsettled = CheckpointReading(self._read_checkpoint), True
@@ -100,9 +100,9 @@ class Membership:
         return self._move(spec.with_weights(self._on_reset) if named else spec.with_unnamed_weights())
 
     def _move(self, spec: NamespaceSpec) -> bool:
-        """Leave the namespace for `spec`, that of other weights."""
+        """Leave the namespace for `spec`, the namespace of other weights."""
         try:
-            # The engine's steps wait for this call: a daemon that is slow to answer is joined later.
+            # The engine's steps wait for this call: if the daemon is slow to answer, the namespace is joined later.
             left, self.namespace = self.namespace, self._session.attach(spec, (), self._ceiling, wait=False)
             self._session.detach(left)
         except KVCacheError as error:

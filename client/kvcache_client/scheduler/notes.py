@@ -1,7 +1,7 @@
-"""Notes for the daemon on what it cannot know of a request, for operators who ask why there was no hit. Pure.
+"""Notes for the daemon on events that it cannot see, for operators who ask why a request had no hit. Pure.
 
-Only what is out of the ordinary: a lookup that was not made, a load that failed, blocks that were not saved. What
-cannot be sent now, because the daemon is away, is kept for later, within bounds.
+Only unusual events are noted: a lookup that was not made, a load that failed, blocks that were not saved. Notes that
+cannot be sent now, because the daemon is away, are kept for later, within bounds.
 """
 
 from __future__ import annotations
@@ -27,13 +27,14 @@ class Notes:
         self._hashes = 0
 
     def note(self, state: RequestState, cause: str, now: float) -> None:
-        """Note why a request is not served from the cache; a cause that is met again and again is noted once."""
+        """Note why a request is not served from the cache; a cause that repeats is noted once."""
         if state.noted != cause:
             state.noted = cause
             self.add(state.id, cause, now)
 
     def add(self, request: str, cause: str, now: float, hashes: Sequence[bytes] = ()) -> None:
-        """Note what became of `request`, or of its blocks `hashes`. The oldest notes give way, counted."""
+        """Note what became of `request`, or of its blocks `hashes`. If there are too many, the oldest are dropped and
+        counted."""
         self.entries.append((now, request[:MAX_NAME], cause, list(hashes[:HASHES])))
         self._hashes += len(self.entries[-1][3])
         while len(self.entries) > NOTES or self._hashes > HASHES:
@@ -48,7 +49,7 @@ class Notes:
         return taken
 
     def send(self, namespace: CacheNamespace, now: float) -> None:
-        """Send all notes to the daemon; where they cannot be sent, they are lost, and counted."""
+        """Send all notes to the daemon; if they cannot be sent, they are lost, and counted."""
         notes = self.take(now)
         if not namespace.remark(notes):
             self._counters.add("notes_unsaid", len(notes))

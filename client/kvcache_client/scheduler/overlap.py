@@ -1,8 +1,8 @@
 """Which loads run while the rest of their requests is computed. Pure.
 
-A request alone in its engine would first load, and then compute its rest. It takes as long as the slower of both where
-they overlap. Others that come meanwhile wait for the step, which the load may make longer: so a load must not take much
-longer than what is computed.
+A request that has the engine to itself would first load, and then compute its rest. If both overlap, it takes only as
+long as the slower one. Other requests that come meanwhile wait for the step, which the load may make longer: so a load
+must not take much longer than the computation.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from collections.abc import Mapping
 from kvcache_client.scheduler.pace import Pace
 
 LEAST = 0.002  # seconds that it must save
-LONGEST = 2.0  # times the computation that a load may take
+LONGEST = 2.0  # times the computation, for a load
 
 
 class Overlap:
-    """Of one engine."""
+    """The overlap of loads and computation in one engine."""
 
     def __init__(self, pace: Pace, is_on: bool, ranks: int, step_tokens: int) -> None:
-        """`step_tokens` are the most that a step computes; `ranks` says how many have to be ready."""
+        """`step_tokens` are the most that a step computes; `ranks` is the number that have to be ready."""
         self._pace, self._is_on, self._step_tokens = pace, is_on, step_tokens
         self.ranks = ranks
         self._ready: dict[int, bool] = {}
@@ -31,7 +31,7 @@ class Overlap:
     def wins(self, begin: int, end: int, tokens: int) -> bool:
         """Return whether tokens `begin` to `end` of a request are to be loaded while those up to `tokens` are computed.
 
-        Not before both times are known, nor where threads carry the bytes: the engine's own would wait for them.
+        Not before both times are known, nor if threads carry the bytes: the engine's own threads would wait for them.
         """
         if not self._is_on or sum(self._ready.values()) < self.ranks or self._pace.is_carried:
             return False

@@ -1,8 +1,8 @@
 """How long an engine takes to compute tokens, and to load them, measured in its own steps and loads. Pure.
 
-Both are service times: how long a request keeps the device or the bus busy, not how long it waits for others. So what
-counts is near the least that was measured in the last minutes, when the least else was in the way. A mean would grow
-with the load of the engine.
+Both are service times: how long a request keeps the device or the bus busy, not how long it waits for others. So a
+value near the least of the last minutes counts, when the least else was in the way. A mean would grow with the load of
+the engine.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from typing import NamedTuple
 
 from kvcache_client.scheduler.views import StepView
 
-CHUNK = 16  # least tokens of a request in a step that are a part of its prompt, and not generated or drafts
+CHUNK = 16  # a request with at least so many tokens in a step computes its prompt, not generated tokens or drafts
 LEAST_STEPS, LEAST_LOADS = 8, 4  # samples before anything is predicted
-SAMPLES, WINDOW_SECONDS = 32, 300.0  # that count: the last ones, if they are not older
-FARTHEST = 8  # times the tokens of the largest load that are predicted, at most
-RUNNING = 16  # steps that an engine has under way, at most
+SAMPLES, WINDOW_SECONDS = 32, 300.0  # that count: at most so many, and no older ones
+FARTHEST = 8  # times the tokens of the largest load are predicted, at most
+RUNNING = 16  # steps that an engine has in flight, at most
 
 
 class Samples:
-    """The last ones: when they were taken, of how many tokens, and the seconds that they took."""
+    """The latest samples: when they were taken, their tokens, and their seconds."""
 
     def __init__(self, enough: int) -> None:
-        """There are none before there are `enough`."""
+        """Fewer than `enough` samples count as none."""
         self._enough = enough
         self._samples: deque[tuple[float, int, float]] = deque(maxlen=SAMPLES)
 
@@ -35,7 +35,7 @@ class Samples:
         self._samples.append((now, tokens, seconds))
 
     def recent(self, now: float) -> Collection[tuple[float, int, float]]:
-        """Return those that are not too old; none if these are too few."""
+        """Return the samples that are not too old; none if these are too few."""
         while self._samples and now - self._samples[0][0] > WINDOW_SECONDS:
             self._samples.popleft()
         return self._samples if len(self._samples) >= self._enough else ()
@@ -49,23 +49,23 @@ class _Load(NamedTuple):
 
 
 class Pace:
-    """Of one engine. Times are seconds."""
+    """The speed of one engine. Times are in seconds."""
 
     def __init__(self, block_tokens: int = 1) -> None:
         """The engine's blocks have `block_tokens` tokens."""
         self._block_tokens = block_tokens
         self._now = 0.0
-        self._carried: dict[int, float] = {}  # to carry the bytes of one of the engine's blocks, by rank
+        self._carried: dict[int, float] = {}  # seconds to carry the bytes of one engine block, by rank
         self._computed, self._loaded = Samples(LEAST_STEPS), Samples(LEAST_LOADS)
         self._loading: dict[str, _Load] = {}
         self._steps = 0
-        self._running: dict[int, tuple[float, int]] = {}  # timed steps, by number: begin and tokens of prompts
+        self._running: dict[int, tuple[float, int]] = {}  # timed steps, by number: start and prompt tokens
         self._ended = 0.0  # when the last step ended
 
     # Computing.
 
     def step(self, number: int, step: StepView, now: float, learns: bool = True) -> bool:
-        """Note that a step begins, from which something is learned or not; return whether its end is to be noted."""
+        """Note that a step begins, and learn from it if `learns`; return whether its end is to be noted."""
         self._now = now
         if not step.tokens:
             return False
@@ -80,7 +80,7 @@ class Pace:
         return True
 
     def ended(self, numbers: Sequence[int], now: float) -> None:
-        """Note that a step has ended, the one before it having ended at the last call.
+        """Note that a step has ended; the one before it ended at the last call.
 
         With asynchronous scheduling a step begins while the one before it runs.
         """
@@ -91,9 +91,9 @@ class Pace:
                 self._computed.add(tokens, now - max(began, last), now)
 
     def computing(self, begin: int, end: int) -> float | None:
-        """Return what tokens `begin` to `end` of a prompt add to a step; None while that is unknown.
+        """Return the seconds that tokens `begin` to `end` of a prompt add to a step; None while that is unknown.
 
-        That is the lower quartile of the steps: after an end that was seen late, the next step seems too short.
+        This is the lower quartile of the steps: after an end that was seen late, the next step seems too short.
         """
         rates = sorted(seconds / tokens for _, tokens, seconds in self._computed.recent(self._now))
         return rates[len(rates) // 4] * (end - begin) if rates else None
@@ -106,7 +106,7 @@ class Pace:
         return any(self._carried.values())
 
     def carried(self, changed: Mapping[int, float]) -> None:
-        """Note how long ranks take to carry one of the engine's blocks; 0 for one whose copies go straight."""
+        """Note how long ranks take to carry one of the engine's blocks; 0 for a rank that copies directly."""
         if changed:
             self._carried |= changed
             self._loaded.forget()
@@ -116,21 +116,21 @@ class Pace:
         self._loading[request] = _Load(tokens, now, self._steps, not self._loading)
 
     def load_ended(self, request: str, failed: bool, now: float) -> None:
-        """Note that a load has ended. Those of a busy engine, or behind another load, teach nothing: they waited."""
+        """Note that a load has ended. Loads of a busy engine, or behind another load, are no samples: they waited."""
         load = self._loading.pop(request, None)
         if load is not None and not failed and load.alone and load.steps == self._steps:
             self._loaded.add(load.tokens, now - load.began, now)
 
     def arrived(self, tokens: int, seconds: float) -> None:
-        """Note how long the copy of a load took that was reported when it began."""
+        """Note the copy time of a load that was reported when it began."""
         if seconds:
             self._loaded.add(tokens, seconds, self._now)
 
     def loading(self, tokens: int) -> float | None:
-        """Return how long a load of so many tokens takes; None while that is unknown.
+        """Return the seconds that a load of `tokens` tokens takes; None while that is unknown.
 
-        That is the least time of a load of as many tokens, or more: at least one step passes before an end is seen. The
-        time of one that had fewer tokens grows in proportion, which says nothing of many times as many.
+        This is the least time of a load of as many tokens, or more: at least one step passes before an end is seen. The
+        time of a smaller load is scaled in proportion, which predicts nothing for many times as many tokens.
         """
         carried = max(self._carried.values(), default=0.0) * tokens / self._block_tokens
         loads = self._loaded.recent(self._now)
@@ -141,6 +141,6 @@ class Pace:
 
 def _prompt_tokens(step: StepView) -> int:
     scheduled = step.scheduled
-    if step.tokens < len(scheduled) + CHUNK:  # all generate: this is most steps
+    if step.tokens < len(scheduled) + CHUNK:  # all generate, as in most steps
         return 0
     return sum(count for count in scheduled.values() if count >= CHUNK)

@@ -1,4 +1,4 @@
-"""What the scheduler's side knows of one request of the engine. Pure."""
+"""The state of one request of the engine on the scheduler's side. Pure."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ PAUSE, LONGEST_PAUSE = 1.0, 30.0  # seconds without saves of a chain that was re
 
 @dataclass(slots=True)
 class LookupResult:
-    """What the daemon answered.
+    """The daemon's answer to a lookup.
 
     Attributes:
-        wanted: cached blocks asked for.
-        hits: cached blocks that may be loaded.
-        at: when it was asked.
-        had: cached blocks of whose tails none was asked for.
-        offered: the step in which the engine was offered this last.
+        wanted: number of cached blocks requested.
+        hits: number of cached blocks that may be loaded.
+        at: when it was requested.
+        had: cached blocks whose tails were not requested.
+        offered: the step in which this was last offered to the engine.
         sums: checksums of the blocks that are to be verified.
         awaited: hash of the first cached block after the hits, if it is being written.
     """
@@ -37,9 +37,9 @@ class LookupResult:
 
 @dataclass(slots=True)
 class Canary:
-    """Blocks of one request that the cache has and that the engine computes.
+    """Blocks of one request that are cached and that the engine computes all the same.
 
-    `hits` slots are in `packed`; those before `first` came from the engine's own prefix cache when it asked last.
+    `hits` slots are in `packed`; those before `first` came from the engine's own prefix cache at its last request.
     """
 
     region: bytes
@@ -50,16 +50,16 @@ class Canary:
 
 @dataclass(slots=True)
 class Waits:
-    """What a request waits for, or has waited for, before it is scheduled. If a field is a time, 0 stands for none.
+    """The waits of a request before it is scheduled, past ones included. If a field is a time, 0 is none.
 
     Attributes:
-        put_off: whether its last lookup was put off for what was on its way, or kept back.
-        pending_until: how long it waits for blocks that are being written; it does so once.
-        pending: the first of these, and how long it may be waited for after a vain wait.
+        put_off: whether the request waited after its last lookup, for blocks on their way or withheld ones.
+        pending_until: until when it waits for blocks that are being written; it does so once.
+        pending: the first of these, and how many seconds a request may wait for it after a vain wait.
         tier_asked: when it first waited for a tier.
-        tier_until: no lookup before; a tier brings its blocks, or is asked for them.
-        loads_to_end: no lookup before so many loads of the engine have ended: they hold what it may pin.
-        quota_until: but not for longer.
+        tier_until: no lookup before; a tier loads its blocks, or is looked up.
+        loads_to_end: no lookup before this many loads of the engine have ended: they hold its pin quota.
+        quota_until: until when it waits for these loads at most.
     """
 
     put_off: bool = False
@@ -73,10 +73,10 @@ class Waits:
 
 @dataclass(slots=True)
 class Following:
-    """The `request` whose load brings what another one would load.
+    """The `request` whose load brings the blocks that another request would load.
 
-    That one began to follow when the engine had its first `start` device blocks itself, and goes on until `until`, for
-    all loads together.
+    The other request began to follow when the engine had its first `start` device blocks itself, and goes on until
+    `until`, for all loads together.
     """
 
     request: str = ""
@@ -86,15 +86,15 @@ class Following:
 
 @dataclass(slots=True)
 class SaveProgress:
-    """How far a request is saved.
+    """The progress of a request's saves.
 
     Attributes:
-        saved: cached blocks from the root on that the daemon has, or was asked to take.
-        retry_at: no saves before that time; 0 for none.
+        saved: cached blocks from the root on that the daemon has, or was asked to save.
+        retry_at: no saves before this time; 0 for none.
         pause: seconds until then if it is refused once more.
-        junction: cached blocks after which others could continue if its windows there were saved.
+        junction: cached blocks after which other requests could continue if the windows there were saved.
         limit: cached blocks from the root on that may be saved; None: all.
-        limited_by: why no more of them.
+        limited_by: the reason of the limit.
     """
 
     saved: int = 0
@@ -119,14 +119,14 @@ class RequestState:
 
     request: RequestView  # as of the last call about it
     blocks: list[int] = field(default_factory=list)  # device blocks
-    others: list[list[int]] = field(default_factory=list)  # those of the engine's further groups
-    logged: bool = False  # whether its line was logged
-    noted: str = ""  # the cause that was noted for the daemon last
-    barred: bool = False  # it has KV of other weights
+    others: list[list[int]] = field(default_factory=list)  # blocks of the engine's further groups
+    logged: bool = False  # whether its log line was written
+    noted: str = ""  # the last cause that was noted for the daemon
+    barred: bool = False  # it has KV from other weights
 
     # Lookups and loads.
     lookup: LookupResult | None = None
-    start: int = 0  # device blocks that the engine had itself when it asked last
+    start: int = 0  # device blocks that the engine had itself at its last request
     waits: Waits = field(default_factory=Waits)
     following: Following = field(default_factory=Following)
     admitted: bool | None = None  # whether the gate lets its hits be loaded; None: not decided yet
@@ -139,7 +139,7 @@ class RequestState:
     retained: bool = False  # whether the daemon was asked to retain its prompt
 
     # Canaries.
-    drawn: bool = False  # whether it was counted among the requests of which one in many is a canary
+    drawn: bool = False  # whether it was counted for the choice of canaries
     canary: Canary | None = None
 
     @property
@@ -156,7 +156,7 @@ def follow_blocks(
 ) -> list[int]:
     """Follow the block tables of `requests`; return the device blocks that `step` gives to any request.
 
-    `block_tokens` are those of a block of the engine's first group, `others` those of its further groups.
+    `block_tokens` are the tokens per block of the engine's first group, `others` those of its further groups.
     """
     given: list[int] = []
     for new in step.started:

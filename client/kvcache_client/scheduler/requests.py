@@ -1,4 +1,4 @@
-"""The requests of one engine, and which device blocks they have. Pure."""
+"""The requests of one engine, and their device blocks. Pure."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from kvcache_client.scheduler.views import RequestView, StepView
 
 
 class Requests:
-    """The requests that have not finished, by id, and those of whose end the ranks do not know yet."""
+    """The requests that have not finished, by id, and the finished ones that the ranks do not know of yet."""
 
     def __init__(self, table_tokens: Sequence[int]) -> None:
-        """`table_tokens` are the tokens of a block of each of the engine's groups."""
+        """`table_tokens` are the tokens per block of each of the engine's groups."""
         self._table_tokens, *self._other_tokens = table_tokens
         self._states: dict[str, RequestState] = {}
         self._finished: list[str] = []
-        self._allocated: list[RequestState] = []  # those that have got device blocks since the last step
+        self._allocated: list[RequestState] = []  # those that received device blocks since the last step
 
     def __len__(self) -> int:
         return len(self._states)
@@ -28,7 +28,7 @@ class Requests:
         return self._states.get(request_id)
 
     def known(self, request: RequestView) -> RequestState | None:
-        """Return the state of a request, as of now; None if it is a new one, even if another one had its id."""
+        """Return the present state of a request; None for a new one, even if an earlier one had its id."""
         state = self._states.get(request.id)
         if state is None or state.request.key is not request.key:
             return None
@@ -41,14 +41,14 @@ class Requests:
         return state
 
     def allocated(self, state: RequestState) -> None:
-        """Note that a request has got device blocks, and has nothing to load."""
+        """Note that a request has received device blocks, and has nothing to load."""
         self._allocated.append(state)
 
     def follow(self, step: StepView) -> list[int]:
         """Follow the block tables; return the device blocks that get other contents before or in `step`."""
         given = follow_blocks(self._states, step, self._table_tokens, self._other_tokens)
         if self._allocated:
-            # Of these, another connector loads into the blocks of those that are not in the step.
+            # If one of these is not in the step, another connector loads into its blocks.
             computed = {*step.scheduled}
             waiting = [state for state in self._allocated if state.id not in computed]
             self._allocated.clear()
@@ -64,11 +64,12 @@ class Requests:
 
     @property
     def has_finished(self) -> bool:
-        """Whether there are any of whose end the ranks do not know yet."""
+        """Whether there are finished requests that the ranks do not know of yet."""
         return bool(self._finished)
 
     def take_finished(self, waiting: Collection[str]) -> list[str]:
-        """Return those of whose end the ranks are to know now: no more saves of them come, as of those `waiting`."""
+        """Return the finished requests to report to the ranks now: no more saves of them come, unlike of those
+        `waiting`."""
         ready = [request_id for request_id in self._finished if request_id not in waiting]
         self._finished = [request_id for request_id in self._finished if request_id in waiting]
         return ready

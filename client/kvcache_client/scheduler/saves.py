@@ -1,4 +1,4 @@
-"""How blocks are saved, on the scheduler's side: reservations, and the jobs of the ranks. Pure: the clock is given.
+"""Saves on the scheduler's side: reservations, and the jobs of the ranks. Pure: the clock is given.
 
 A block that is full by the end of step N is reserved while step N is planned. The answer is taken while step N + 1 is
 planned, and the ranks copy the block at the start of step N + 1, before anything of that step touches device memory. So
@@ -24,17 +24,17 @@ from kvcache_proto.errors import KVCacheError
 from kvcache_proto.messages import Run
 from kvcache_proto.types import MAX_BLOCKS, Outcome
 
-INSIST = 2.0  # seconds that blocks are kept for while every Reserve is refused as a whole
-FIRST_RETRY, LAST_RETRY = 0.005, 5.0  # seconds between two that are refused as a whole; doubled each time
+INSIST = 2.0  # seconds that blocks are kept while every Reserve is refused as a whole
+FIRST_RETRY, LAST_RETRY = 0.005, 5.0  # seconds between two refused attempts; doubled each time
 _ADVANCES = {"present", "in_flight"}
-_OPERATORS = {"quota"}  # refusals that an operator can remedy; "no_space" is mostly about blocks that are worth little
+_OPERATORS = {"quota"}  # refusals that an operator can remedy; "no_space" mostly concerns blocks of little value
 
 
 @dataclass(slots=True)
 class _Asked:
-    """A run of blocks to be reserved, of which the first `whole` still hold what is to be saved.
+    """A run of blocks to be reserved; the first `whole` blocks still have the content to be saved.
 
-    In a `tail`, those at `gone` do not hold it, and `first` says nothing: its blocks need not follow each other.
+    In a `tail`, the blocks at `gone` no longer have it, and `first` has no meaning: its blocks need not be consecutive.
     """
 
     state: RequestState
@@ -48,18 +48,18 @@ class _Asked:
 
 @dataclass(slots=True)
 class _Sent:
-    """All runs that one step asks for, in one `Reserve`."""
+    """All runs that one step reserves, in one `Reserve`."""
 
     namespace: CacheNamespace
     asked: list[_Asked]
-    ticket: CacheTicket | None = None  # None: not asked yet, or refused as a whole
+    ticket: CacheTicket | None = None  # None: not sent yet, or refused as a whole
 
 
 class _Refusals:
-    """Consecutive refusals of a `Reserve` as a whole: how long blocks wait, and when the daemon is asked again.
+    """Consecutive refusals of a `Reserve` as a whole: how long blocks wait, and when it is sent again.
 
-    They end soon where a rank joins a step late, after a reset or a restart of the daemon. Where a rank cannot join,
-    they do not end, and the daemon is asked less and less often.
+    They end soon if a rank joins a step late, after a reset or a restart of the daemon. If a rank cannot join, they do
+    not end, and the attempts become less and less frequent.
     """
 
     def __init__(self) -> None:
@@ -81,11 +81,11 @@ class _Refusals:
             self._backoff.reset()
 
     def hopeless(self, now: float) -> bool:
-        """Return whether they have gone on for so long that blocks no longer wait for their end."""
+        """Return True once they have gone on for so long that blocks no longer wait for their end."""
         return self._since is not None and now - self._since >= INSIST
 
     def may_send(self, now: float) -> bool:
-        """Return whether to ask now. While there are refusals, the next attempt is put off by the backoff."""
+        """Return whether to send now. While there are refusals, the next attempt is delayed by the backoff."""
         if self._since is None:
             return True
         if now < self._retry_at:
@@ -95,7 +95,7 @@ class _Refusals:
 
 
 class Saves:
-    """Reservations asked for, and jobs that ranks have. `waiting` are reservations without an answer."""
+    """Requested reservations, and jobs that ranks have. `waiting` are reservations without an answer."""
 
     def __init__(
         self,
@@ -108,9 +108,9 @@ class Saves:
         demand: Demand,
         lazy: Lazy | None = None,
     ) -> None:
-        """`verify` says of which blocks the ranks take a checksum; `events` learns what they are to save.
+        """`verify` selects the blocks that the ranks take checksums of; `events` gets the blocks that they are to save.
 
-        `demand` limits what is saved. With `lazy`, blocks that are full wait there until they are due.
+        `demand` limits the saves. With `lazy`, full blocks wait there until they are due.
         """
         self.waiting: list[_Sent] = []
         self._group, self._verify = group, verify
@@ -121,13 +121,13 @@ class Saves:
         self._refusals = _Refusals()
 
     def asked_for(self, state: RequestState) -> None:
-        """Count a request among those that ask for its blocks, and limit what is saved of it accordingly."""
+        """Count a request among those that ask for its blocks, and limit its saves accordingly."""
         self._demand.ask(state)
 
     def ask(self, state: RequestState, computed: int, before: int) -> None:
         """Note the blocks of `state` that are full once `computed` tokens are computed, for the next `send`.
 
-        `before` tokens of it were computed, or more, when the engine last gave away blocks behind a window.
+        At least `before` of its tokens were computed when the engine last gave away blocks behind a window.
         """
         request, group, first = state.request, self._group, state.progress.saved
         full = group.full(request, computed)
@@ -156,7 +156,7 @@ class Saves:
     def ask_states(self, state: RequestState, offers: Sequence[tuple[int, int, int]]) -> None:
         """Note states that the running step makes: `offers` are (the engine's group, device block, tokens before it).
 
-        After `ask`, in the same step: a state is saved where the blocks before it are.
+        Call it after `ask`, in the same step: a state is saved if the blocks before it are.
         """
         request, group, slots = state.request, self._group, state.progress.saved
         if request.uncacheable or state.barred or state.loading or not isinstance(group, SeveralGroups):
@@ -171,7 +171,7 @@ class Saves:
     def _ask_run(
         self, state: RequestState, first: int, names: list[bytes], above: bytes | None, blocks: list[int]
     ) -> None:
-        """Note the blocks of a request from number `first` on, below `above`; each has as many of `blocks`."""
+        """Note the blocks of a request from number `first` on, below `above`; each has the same number of `blocks`."""
         columns = len(blocks) // len(names)
         for at in range(0, len(names), MAX_BLOCKS):
             run = Run(names[at : at + MAX_BLOCKS], names[at - 1] if at else above)
@@ -187,7 +187,7 @@ class Saves:
             self._next.append(_Asked(state, 0, run, blocks, len(part), tail=True))
 
     def unsaved(self, state: RequestState, computed: int, up: bool) -> tuple[str, Sequence[bytes]]:
-        """Return why blocks of a request that ends were not asked for, and their hashes; "" where all were."""
+        """Return the reason that blocks of an ending request were not reserved, and their hashes; "" if all were."""
         if state.request.uncacheable or state.loading:
             return "", ()
         hashes = self._group.unsaved(state.request, state.progress.saved, computed)
@@ -203,26 +203,26 @@ class Saves:
             return state.progress.limited_by, hashes
         return ("save_prompt" if self._group.prompt_only else ""), hashes
 
-    # What happens to device blocks, for lazy saves.
+    # Events of device blocks, for lazy saves.
 
     def given(self, blocks: Iterable[int]) -> None:
-        """Note that device blocks have other content from the step on that is being planned."""
+        """Note device blocks that get other content in the step that is being planned."""
         if self._lazy is not None:
             self._lazy.given(blocks)
 
     def found(self, state: RequestState, tokens: int) -> None:
-        """Note that a request begins with so many tokens on the device."""
+        """Note that a request begins with `tokens` tokens on the device."""
         if self._lazy is not None:
             self._lazy.found(state, tokens)
 
     def ending(self, state: RequestState) -> None:
-        """Note that a request gives its device blocks back; what is due then is noted for the next `send`."""
+        """Note that a request gives its device blocks back, and the blocks that are due then, for the next `send`."""
         if self._lazy is not None:
             self._lazy.ending(state)
             self.ask_due()
 
     def reset(self) -> None:
-        """Give back what no rank has got; the weights may have changed."""
+        """Give back reservations that no rank has; the weights may have changed."""
         self.drop()
         if self._lazy is not None:
             self._lazy.forget()
@@ -234,7 +234,7 @@ class Saves:
             self._ask_run(due.state, due.first, due.hashes, above, due.blocks)
 
     def send(self, namespace: CacheNamespace) -> None:
-        """Send what was noted: a batch that fills its blocks in one step asks once, unless it is too much for that."""
+        """Send the noted blocks: one Reserve for all that one step fills, unless they are too many for one."""
         while self._next:
             count = hashes = 0
             while count < len(self._next) and (not count or hashes + self._next[count].whole <= MAX_BLOCKS):
@@ -251,8 +251,8 @@ class Saves:
     def answers(self, given: list[int], wait: float | None) -> list[SaveJob]:
         """Turn the answers that have come, or come within `wait` seconds, into jobs; with `wait`, cancel all others.
 
-        Blocks of `given` that are unanswered then are lost: other requests have them. Those that are answered are not,
-        because the ranks save before the step begins.
+        Blocks of `given` that are still unanswered are lost: other requests have them. Answered ones are not, because
+        the ranks save before the step begins.
         """
         jobs: list[SaveJob] = []
         unanswered = []
@@ -270,7 +270,7 @@ class Saves:
                 continue
             if not reservation.failed:
                 self._refusals.end()
-            at = granted = 0  # where the run begins among all hashes, and among those that were granted
+            at = granted = 0  # the run's offset in all hashes, and in the granted ones
             for asked in sent.asked:
                 end = at + len(asked.run.hashes)
                 places = [place - at for place in reservation.granted[granted:] if place < end]
@@ -283,17 +283,17 @@ class Saves:
         return jobs
 
     def given_away(self, jobs: Iterable[tuple[int, int]]) -> None:
-        """Note jobs that a rank has not begun, because their blocks were given away; other ranks report them, too."""
+        """Note jobs that a rank has not begun because their blocks were given away; other ranks report them, too."""
         for job in jobs:
             if (shipped := self._shipped.pop(job, None)) is not None:
                 self._notes.add(shipped[0], "given_away", self._clock(), shipped[1])
 
     def concerned(self) -> set[str]:
-        """Return the requests whose saves are not answered."""
+        """Return the requests whose reservations are not answered."""
         return {asked.state.id for sent in self.waiting for asked in sent.asked}
 
     def drop(self) -> None:
-        """Give back what no rank has got."""
+        """Give back reservations that no rank has."""
         for sent in self.waiting:
             if sent.ticket is not None:
                 sent.ticket.cancel()
@@ -303,7 +303,7 @@ class Saves:
     def _job(
         self, namespace: CacheNamespace, asked: _Asked, reservation: CacheReservation, first: int, places: list[int]
     ) -> SaveJob | None:
-        """Return the job for what was granted of a run and is still whole; give the rest back.
+        """Return the job for the granted blocks of a run that are still whole; give the rest back.
 
         `places` in the run were granted, as the reservation's blocks from `first` on.
         """
@@ -332,7 +332,7 @@ class Saves:
         return SaveJob(asked.state.id, reservation.region_id, reservation.id, kept, refs, blocks, summed, group)
 
     def _answer(self, sent: _Sent, until: float | None) -> CacheReservation | None:
-        """Return the answer if it has come, or comes until then; where it is a refusal as a whole, `ticket` is None."""
+        """Return the answer if it has come, or comes until then; if it is a refusal as a whole, `ticket` is None."""
         now = self._clock()
         if sent.ticket is None:
             self._send(sent, now)
@@ -362,7 +362,7 @@ class Saves:
                     self._counters.warn(f"saves_{why}", f"blocks are not saved: {why} (see `kvcache-server status`)")
                 else:
                     self._counters.add(f"saves_{why}")
-                if asked.tail:  # what is asked of the chain itself says when to go on
+                if asked.tail:  # the chain's own run decides when to go on
                     return
                 asked.state.progress.refuse(asked.first + at, why, self._clock())
                 return
@@ -370,7 +370,7 @@ class Saves:
             asked.state.progress.pause = PAUSE
 
     def _lose(self, asked: _Asked, gone: set[int]) -> None:
-        """Cut `asked` before the first block that was given to others: those after it could not be reached.
+        """Cut `asked` before the first block that was given away: blocks after it could not be reached.
 
         Blocks of a tail do not depend on each other.
         """

@@ -1,4 +1,4 @@
-"""One engine's decisions: what each step loads and saves. No tensor, no socket; the clock is given."""
+"""One engine's decisions: which blocks each step loads and saves. No tensor, no socket; the clock is given."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ logger = logging.getLogger("vllm.kvcache.scheduler")
 
 
 class Scheduler:
-    """Called only by the engine's scheduler thread; never raises for the daemon's sake.
+    """Called only by the engine's scheduler thread; never raises because of the daemon.
 
     Attributes:
-        events: what the engine may load from the cache, where that is to be reported; else None.
-        gate: whether hits are worth their loads, and what it knows about that.
-        overlap: which loads run while the rest of their requests is computed.
+        events: the blocks that the engine may load from the cache, if these are to be reported; else None.
+        gate: decides whether hits are worth their loads, and keeps the measurements for that.
+        overlap: decides which loads run while the rest of their requests is computed.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Scheduler:
         engine: EngineFacts,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`clock` returns seconds, never fewer than before."""
+        """`clock` returns seconds, and never goes back."""
         block_bytes = spec.groups[0].block_bytes
         self._session, self._clock, self._engine = session, clock, engine
         self._group = group = engine.group(spec, settings)
@@ -75,24 +75,24 @@ class Scheduler:
         self._canaries = Canaries(group, settings.canary_every if group.has_full else 0, block_bytes)
         self._summary = Summary(lambda line: logger.info("engine %s, %s", session.engine, line), counters.snapshot)
         self._requests = Requests(engine.tables)
-        # Device blocks that ranks read, or fill for a request that runs already, until they are given away.
+        # Device blocks that ranks read, or fill for a request that already runs, until they are given away.
         self._being_read: set[int] = set()
         self._step = 0
         session.add_counts(counters.snapshot)
 
     @property
     def counters(self) -> dict[str, int]:
-        """What was declined, dropped or refused, by reason."""
+        """The numbers of declined, dropped and refused blocks and requests, by reason."""
         return self._counters.snapshot()
 
     # Lookups.
 
     def matched_tokens(self, request: RequestView, computed: int) -> tuple[int | None, bool]:
-        """Return how many tokens beyond the `computed` ones the cache has, and whether they come asynchronously.
+        """Return the number of cached tokens beyond the `computed` ones, and whether they are loaded asynchronously.
 
-        (None, False): to be asked again. Blocks are being written that are worth a short wait, running loads hold all
-        that this engine may pin, another request's load brings most of what this one would load, or the engine could
-        wait for ever for the device blocks that it would hold.
+        (None, False): to be retried. Blocks are being written that are worth a short wait, running loads use up this
+        engine's pin quota, another request's load brings most of the blocks that this one would load, or the engine
+        could wait forever for the device blocks that it would hold.
         """
         state = self._track(request)
         tokens, is_load = self._match(state, computed)
@@ -150,7 +150,8 @@ class Scheduler:
     def _is_worth_waiting(
         self, state: RequestState, lookup: LookupResult, computed: int, limit: int, now: float
     ) -> bool:
-        """Whether more blocks come, from a writer, a lease that ends, or a tier, sooner than they can be computed."""
+        """Whether more blocks become available, by a writer, a lease's end, or a tier, sooner than by computing
+        them."""
         lease, tokens = lookup.lease, self._group.slot_tokens
         if coming := lease.pending + lease.withheld:
             wanted = min(lease.hits + coming, limit) * tokens
@@ -165,7 +166,7 @@ class Scheduler:
         return end > begin and self._lookups.waits_for_tier(state, lookup, self.gate.patience(begin, end), now)
 
     def _no_lookup(self, state: RequestState, computed: int, now: float) -> str:
-        """Return why a request is not looked up, "" where it is."""
+        """Return the reason that a request is not looked up, "" if it is."""
         if not self._engine.loads or self._membership.lost:
             return "not_wanted"
         if self._membership.declined or self._membership.joining:
@@ -187,7 +188,7 @@ class Scheduler:
         return ""
 
     def _decline(self, state: RequestState, cause: str, now: float) -> tuple[int, bool]:
-        """Offer nothing, and note why."""
+        """Offer nothing, and note the reason."""
         self._notes.note(state, cause, now)
         self._lookups.forget(state)
         return 0, False
@@ -221,13 +222,13 @@ class Scheduler:
         lookup = self._lookups.take(state)
         group, count = self._group, external // self._group.block_tokens
         self._loads.need(external)
-        # The engine waits for this load whatever we think of it: without a lease it is one that fails.
+        # The engine waits for this load in any case: without a lease, it is a load that fails.
         lease, jobs = lookup.lease if lookup is not None else None, []
         if lookup is not None and lease is not None and not (group.tails and external % group.block_tokens):
             slots = Found(lease.region_id, lease.packed, lease.hits, lookup.had, lookup.sums)
             jobs = group.cut_loads(request.id, slots, state.tables, state.start, count)
         if not jobs:
-            if lease is not None:  # it wants to continue where no boundary was leased
+            if lease is not None:  # the engine wants to continue at a boundary that was not leased
                 self._counters.add("loads_of_another_boundary")
                 lease.release()
             lease, jobs = None, [LoadJob(request.id, b"", b"", state.blocks[state.start : state.start + count])]
@@ -239,8 +240,8 @@ class Scheduler:
         state.loading = True
 
     def _overlaps(self, state: RequestState, lookup: LookupResult | None, external: int) -> bool:
-        """Return whether a request is to be computed while it loads: its engine has nothing else to do, and nothing can
-        go wrong any more once the load has begun, as a checksum could."""
+        """Return whether a request is to be computed while it loads: its engine has nothing else to do, and nothing,
+        such as a checksum, can fail once the load has begun."""
         if self._group.tails or lookup is None or lookup.sums or len(self._loads) or self._loads.are_coming:
             return False
         begin = state.start * self._group.block_tokens
@@ -251,7 +252,7 @@ class Scheduler:
     def ended(self, received: Sequence[str], invalid: set[int], failed: Collection[str] = ()) -> None:
         """Note that every rank has ended the loads of `received`.
 
-        Device blocks `invalid` did not arrive, or not all that was to be loaded for the requests `failed`.
+        Device blocks `invalid` did not arrive; for the requests `failed`, not all blocks did.
         """
         now = self._clock()
         if invalid or failed:
@@ -268,21 +269,22 @@ class Scheduler:
                     self._notes.note(state, "load_failed", now)
 
     def copied(self, counts: Mapping[str, int]) -> None:
-        """Note what ranks have copied since the last time, for the summary in the log."""
+        """Note the ranks' copies since the last call, for the summary in the log."""
         self._summary.copied(counts)
 
     def step_ended(self, timed: Sequence[int]) -> None:
-        """Note that a step has ended on all ranks, and the numbers of the plans in it that say that it is timed."""
+        """Note that a step has ended on all ranks; `timed` are the numbers of its plans that are timed."""
         self.gate.pace.ended(timed, self._clock())
 
     def arrived(self, loads: Sequence[tuple[str, float]]) -> None:
-        """Note layered loads of which a rank has got all bytes, and how many seconds the copy took."""
+        """Note layered loads that are complete on a rank, and the seconds that the copies took."""
         for request_id, seconds in loads:
             if tokens := self._loads.arrived(request_id):
                 self.gate.pace.arrived(tokens, seconds)
 
     def given_away(self, jobs: Sequence[tuple[int, int]]) -> None:
-        """Note saves, by reservation and first position, that a rank has not begun before others got their blocks."""
+        """Note saves, by reservation and first position, that a rank had not begun when their blocks were given
+        away."""
         self._saves.given_away(jobs)
 
     # One step.
@@ -293,10 +295,10 @@ class Scheduler:
         states: Mapping[str, Sequence[tuple[int, int, int]]] | None = None,
         written: Sequence[int] = (),
     ) -> StepPlan:
-        """Return what the ranks do in `step`. Called once per schedule.
+        """Return the ranks' jobs for `step`. Called once per schedule.
 
         Args:
-            states: at boundaries, which the step makes: by request, (the engine's group, device block, tokens).
+            states: states at boundaries that the step makes, by request: (the engine's group, device block, tokens).
             written: device blocks that the step writes to before it computes, whether or not they belong to a request.
         """
         self._step += 1
@@ -324,11 +326,11 @@ class Scheduler:
         loads = self._loads.take_jobs() if self._loads.jobs else []
         given = self._given(step, written, loads)
         # An idle step may be the last one before the engine sleeps: it waits a little for a healthy daemon, and leaves
-        # no answer that no step would take.
+        # no answer behind that no step would take.
         wait = None if step.tokens else self._session.deadline if self._session.up else 0.0
         saves = self._saves.answers(given, wait) if self._saves.waiting else []
         checks = self._canaries.take() if self._canaries.due else []
-        # No reservations in a namespace that the ranks do not know yet; the first one they know by themselves.
+        # No reservations in a namespace that the ranks do not know yet; they know the first one by themselves.
         saving = (membership.announced is None or self._step == 1) and self._may_save
         self._advance(step, saving)
         if saving:
@@ -347,7 +349,7 @@ class Scheduler:
         return plan
 
     def _given(self, step: StepView, written: Sequence[int], loads: Sequence[LoadJob]) -> list[int]:
-        """Return the device blocks that get other contents with `step`, and note who has which."""
+        """Return the device blocks that get other contents with `step`, and note their new requests."""
         given = self._requests.follow(step)
         given.extend(written)
         for load in loads:
@@ -356,7 +358,7 @@ class Scheduler:
         return given
 
     def _send_saves(self, step: StepView, states: Mapping[str, Sequence[tuple[int, int, int]]]) -> None:
-        """Reserve room for what is to be saved, with `states` as in `plan`."""
+        """Reserve room for the blocks to be saved, with `states` as in `plan`."""
         for request_id, offers in states.items():
             if (state := self._requests.get(request_id)) is not None:
                 self._saves.ask_states(state, offers)
@@ -365,7 +367,7 @@ class Scheduler:
         self._saves.send(self._membership.namespace)
 
     def _advance(self, step: StepView, saving: bool) -> None:
-        """Note what each request has computed once `step` is over: what is full is saved, what is due is compared."""
+        """Note each request's computed tokens at the end of `step`: full blocks are saved, due ones are compared."""
         requests, scheduled, slot_tokens = self._requests, step.scheduled, self._group.slot_tokens
         for request_id, before in zip(step.running, step.computed, strict=True):
             state = requests.get(request_id)
@@ -373,7 +375,7 @@ class Scheduler:
                 computed = before + scheduled[request_id]
                 if state.canary is not None:
                     self._canaries.computed(state, computed)
-                if saving and computed // slot_tokens > state.progress.saved:  # hardly any token fills a block
+                if saving and computed // slot_tokens > state.progress.saved:  # few tokens fill a block
                     self._saves.ask(state, computed, before)
         for new in step.started:
             state = requests.get(new.request)
@@ -385,7 +387,7 @@ class Scheduler:
                     self._saves.ask(state, computed, new.computed)
 
     def _guarded(self, given: list[int], jobs: Sequence[SaveJob | CheckJob]) -> list[int]:
-        """Return which of `given` a rank may still be reading for these `jobs` or for older ones."""
+        """Return the blocks of `given` that a rank may still be reading for these `jobs` or for older ones."""
         for job in jobs:
             self._being_read.update(job.blocks)
         if not self._being_read:
@@ -395,11 +397,11 @@ class Scheduler:
         return guarded
 
     def finished(self, request_id: str, computed: int) -> None:
-        """Save what the last step of a request has filled; the engine may take the blocks back at once."""
+        """Save the blocks that a request's last step has filled; the engine may take them back at once."""
         state = self._requests.finish(request_id)
         if state is None:
             return
-        # Saves may know the request for as long as the device has its blocks: without the engine's own object, unless
+        # Saves may keep the request as long as the device has its blocks: without the engine's own object, unless
         # events have to describe them.
         if self.events is None:
             state.request = msgspec.structs.replace(state.request, key=None, token_ids=())
@@ -424,14 +426,15 @@ class Scheduler:
     # The rest.
 
     def ranks_declined(self, changed: Mapping[int, str]) -> None:
-        """Note which ranks take no part in the cache, and why; "" for one that does again."""
+        """Note the ranks that take no part in the cache, with the reason; "" for one that does again."""
         if self._membership.ranks_declined(changed):
             self._saves.drop()
 
     def reset(self) -> bool:
-        """The weights may have changed: go on as `on_reset` says. Return whether the engine shares blocks after this.
+        """The weights may have changed: continue according to `on_reset`. Return whether the engine still shares
+        blocks.
 
-        What was asked for and not begun is dropped: the device memory that it was to be read from may be unmapped
+        Requested jobs that have not begun are dropped: the device memory that they would read from may be unmapped
         before the next step, because sleep resets first.
         """
         self._saves.reset()
@@ -453,7 +456,7 @@ class Scheduler:
         state.barred, state.progress.saved, state.progress.retry_at, state.canary = True, 0, 0.0, None
 
     def close(self) -> None:
-        """Give back what no rank has got, and end the session."""
+        """Give back reservations that no rank has, and end the session."""
         self._summary.close()
         self._saves.drop()
         self._session.close()

@@ -1,4 +1,4 @@
-"""One line in the engine's log about what the cache has done for it, at most once a minute."""
+"""One line in the engine's log on the benefit of the cache, at most once a minute."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping
 from kvcache_client.session.counters import Counters, Gains
 
 EVERY = 60.0  # seconds
-COPIES = ("loaded_bytes", "load_us", "saved_bytes", "save_us")  # counts of the ranks
-UNDONE = ("saves_given_away", "saves_failed", "load_blocks_failed")  # more of them
+COPIES = ("loaded_bytes", "load_us", "saved_bytes", "save_us")  # the ranks' counts
+UNDONE = ("saves_given_away", "saves_failed", "load_blocks_failed")  # more of the ranks' counts
 _REFUSED = (
     "saves_",
     "lookups_declined_",
@@ -23,13 +23,13 @@ _REFUSED = (
 
 
 class Summary:
-    """Adds up requests and copies, and logs a line EVERY seconds after the first of them; then it waits for the next.
+    """Adds up requests and copies, and logs a line EVERY seconds after the first one; then it waits for the next one.
 
     It logs on a thread of its own: an engine that has gone idle takes no more steps. One thread calls its methods.
     """
 
     def __init__(self, log: Callable[[str], None], refusals: Callable[[], Mapping[str, int]]) -> None:
-        """`refusals` returns counts by name, of which the line shows what they have gained."""
+        """`refusals` returns counts by name; the line shows their increases."""
         self._log, self._refusals = log, Gains(refusals)
         self._counts = Counters()
         self._gains = Gains(self._counts.snapshot)
@@ -38,15 +38,15 @@ class Summary:
         self._since = 0.0
 
     def request(self, tokens: int, hit: int, load: int) -> None:
-        """Note a scheduled request of `tokens`, of which the cache has `hit`, and `load` are to be loaded."""
+        """Note a scheduled request of `tokens` tokens; `hit` of them are cached, and `load` are to be loaded."""
         self._add({"requests": 1, "tokens": tokens, "hit_tokens": hit, "load_tokens": load})
 
     def copied(self, counts: Mapping[str, int]) -> None:
-        """Note what ranks have counted since the last call."""
+        """Note the ranks' counts since the last call."""
         self._add({name: counts[name] for name in (*COPIES, *UNDONE) if counts.get(name)})
 
     def close(self) -> None:
-        """Log what has not been logged, and stop."""
+        """Log the rest, and stop."""
         with self._lock:
             timer, self._timer = self._timer, None
         if timer is not None:
@@ -78,7 +78,7 @@ class Summary:
 
 
 def summarize(counts: Mapping[str, int], refusals: Mapping[str, int], seconds: float) -> str:
-    """Return the line, "" where nothing happened. Pure."""
+    """Return the line, "" if nothing happened. Pure."""
     parts = []
     if counts.get("requests"):
         tokens, hit, load = (counts.get(name, 0) for name in ("tokens", "hit_tokens", "load_tokens"))
