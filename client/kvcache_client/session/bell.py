@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 
 class Bell:
-    """Rung by any thread, heard by the one that waits, or by the next wait."""
+    """Any thread rings it; it ends the present wait, or the next one."""
 
     def __init__(self) -> None:
         self.descriptor = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -18,7 +18,7 @@ class Bell:
         os.eventfd_write(self.descriptor, 1)
 
     def wait(self, descriptors: Iterable[int], timeout: float | None) -> set[int]:
-        """Return which of `descriptors` are readable, as `readable` does; the bell ends the wait early."""
+        """Return those of `descriptors` that are readable, as `readable` does; the bell ends the wait early."""
         ready = readable([*descriptors, self.descriptor], timeout)
         if self.descriptor in ready:
             with contextlib.suppress(BlockingIOError):
@@ -30,7 +30,7 @@ class Bell:
 
 
 def readable(descriptors: Iterable[int], timeout: float | None) -> set[int]:
-    """Return which of `descriptors` can be read or have ended, after at most `timeout` seconds; None: without limit."""
+    """Return those of `descriptors` that can be read or have ended, after at most `timeout` seconds; None: no limit."""
     poll = select.poll()
     for descriptor in descriptors:
         poll.register(descriptor, select.POLLIN)

@@ -1,4 +1,4 @@
-"""When to stop asking an unhealthy daemon, and when to ask again. Pure: the time is an argument."""
+"""When to stop sending requests to an unhealthy daemon, and when to try again. Pure: the time is an argument."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class CircuitBreaker:
             self._probe_at = now + self._backoff.next()
 
     def probe_due(self, now: float) -> bool:
-        """Return whether to probe now; if so, the next probe is put off by the backoff."""
+        """Return whether to probe now; if so, the next probe is delayed by the backoff."""
         if self._probe_at is None or now < self._probe_at:
             return False
         self._probe_at = now + self._backoff.next()

@@ -1,9 +1,9 @@
 """The ZeroMQ half of a connection: requests out, replies in, from any thread.
 
-The thread that holds the lock owns the socket: it sends what others have put into the outbox, receives for all, and
-runs the handlers after it has released the lock. So a call polls on its own thread, a post never waits, and neither is
-lost. Of several simultaneous calls one leads, with the lock; the others follow: each waits for its reply from the
-leader, or for its turn to lead.
+The thread that holds the lock owns the socket: it sends the messages in the outbox, receives for all threads, and runs
+the handlers after it has released the lock. So a call polls on its own thread, a post never waits, and neither is lost.
+Of several simultaneous calls one leads, with the lock; the rest follow: each waits for its reply from the leader, or
+for its turn to lead.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ Handler = Callable[[Reply | None], object]  # None: the channel ended without an
 
 MAX_OUTBOX = 1 << 16
 MAX_OWED = 1 << 16  # answers that the daemon may owe
-MAX_UNASKED = 1000  # answers to nothing that we asked, before the channel is given up
+MAX_UNASKED = 1000  # unrequested answers, before the channel is given up
 RECEIVE_QUEUE = 128  # replies that wait in memory; more wait on the daemon's side
 SHARED = 10.0  # seconds after calls have overlapped, in which a leader also polls for others' requests
-SLICE_MS = 20  # how often a call looks whether its channel has ended: the supervisor sees the daemon's door close
-TURN = 1024  # replies that are received before others may go on
+SLICE_MS = 20  # how often a call checks whether its channel has ended: the supervisor sees the daemon's door close
+TURN = 1024  # replies that are received before other threads may go on
 
 
 class _Follower:
@@ -49,11 +49,11 @@ class _Follower:
     def __init__(self, late: Handler) -> None:
         self.late = late
         self.inbox: queue.SimpleQueue[Reply | _Follower | None] = queue.SimpleQueue()  # itself: its turn to lead
-        self.waits = threading.Lock()  # held once it waits no longer, or is answered: whichever comes first
+        self.waits = threading.Lock()  # held once it stops waiting, or is answered: whichever comes first
         self.queued = False
 
     def take(self, reply: Reply | None) -> bool:
-        """Hand over the reply, None where there will be none; return False where it comes too late."""
+        """Hand over the reply, None if there will be none; return False if it comes too late."""
         in_time = self.waits.acquire(blocking=False)
         if in_time:
             self.inbox.put(reply)
@@ -78,9 +78,9 @@ class Numbered(Protocol):
 
 
 class Channel:
-    """A DEALER socket to the daemon. `wake` has the supervisor look at what is due.
+    """A DEALER socket to the daemon. `wake` has the supervisor handle due work.
 
-    `fault` says why the channel must be given up: only that returns what may have been lost.
+    `fault` is the reason that the channel must be given up: only that returns resources that may have been lost.
     """
 
     def __init__(
@@ -109,33 +109,33 @@ class Channel:
         self._unasked = 0
         self._done: deque[tuple[Handler, Reply | None]] = deque()
         self._followers: deque[_Follower] = deque()  # that wait, in the order in which they lead
-        self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)  # something has come into the outbox
+        self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)  # the outbox has a new message
         self._shared_until = 0.0
         self._leading = self._polling = False  # whether a call receives; whether it listens to the bell
         self._order = threading.Lock()  # numbers rise in the order of sending
         self.closed = False
-        self.newest_reservation = 0  # the highest reservation that an answer named, noted before anybody can act on it
+        self.newest_reservation = 0  # highest one in any answer, noted before its use
         self.fault = ""
         self.watched = False  # whether the supervisor polls `descriptor`
 
     @property
     def busy(self) -> bool:
-        """Whether replies are due, messages unsent, or handlers have not run."""
+        """Whether replies are due, messages are unsent, or handlers have not run."""
         return bool(self._waiting or self._outbox or self._done)
 
     @property
     def roomy(self) -> bool:
-        """Whether so little is unsent and unanswered that old messages may follow the new ones."""
+        """Whether few enough messages are unsent and unanswered for old messages to follow the new ones."""
         return len(self._waiting) < MAX_OWED // 2 and len(self._outbox) < MAX_OUTBOX // 2
 
     def overdue(self, now: float, deadline: float) -> bool:
-        """Whether the daemon has owed an answer, and answered nothing at all, for `deadline` seconds."""
+        """Whether the daemon owes an answer, and has not answered anything for `deadline` seconds."""
         return bool(self._waiting) and now - self._quiet_since > deadline
 
     def call(self, request: Numbered, deadline: float, late: Handler) -> Reply | None:
-        """Send and return the reply; None where there is none within `deadline` seconds.
+        """Send and return the reply; None if there is none within `deadline` seconds.
 
-        `late` gets the reply that comes after that. A request that could not be sent in time still is, later. Calls of
+        `late` gets a reply that comes later. A request that could not be sent in time is still sent later. Calls of
         several threads overlap.
         """
         until = time.monotonic() + deadline
@@ -161,7 +161,7 @@ class Channel:
         if self.closed:
             return False
         number = self._enqueue(request, handler)
-        if self.closed and self._waiting.pop(number, None):  # it closed meanwhile, perhaps before we were in
+        if self.closed and self._waiting.pop(number, None):  # it closed meanwhile, perhaps before our entry
             return False
         self.pump()
         if self._outbox:
@@ -171,16 +171,16 @@ class Channel:
         return True
 
     def pump(self, patience: float = 0.0) -> None:
-        """Send and receive what is possible; wait at most `patience` seconds for a thread that does so already."""
+        """Send and receive as much as possible; wait at most `patience` seconds for a thread that already does so."""
         if self._done:
-            self._finish()  # what was received by a leader that still waits for its own reply
+            self._finish()  # replies received by a leader that still waits for its own
         while self._lock.acquire(timeout=patience) if patience else self._lock.acquire(blocking=False):
             may_send = False
             try:
                 if not self.closed:
                     may_send = self._flush()
                     self._drain()
-                    # Receiving consumes the notice on `descriptor` that there is room again.
+                    # Receiving consumes the notification on `descriptor` that there is room again.
                     may_send = may_send or self._has_room()
             finally:
                 self._lock.release()
@@ -191,7 +191,7 @@ class Channel:
                 return
 
     def give_up(self, fault: str) -> None:
-        """Have the supervisor end this channel, and say why: something was lost, or soon will be."""
+        """Have the supervisor end this channel because of `fault`: something was lost, or soon will be."""
         if not self.closed:
             self.fault = fault
             self._wake()
@@ -218,8 +218,8 @@ class Channel:
         """Call while another thread has the lock: wait for the reply, or for the lock, whichever comes first."""
         follower, until = _Follower(late), time.monotonic() + deadline
         if self._leading:
-            # Polling costs a leader some microseconds, receiving with a short timeout more: one that does not poll yet
-            # sends our request when its slice is over, and the deadline counts from then.
+            # Polling costs a leader some microseconds, receiving with a short timeout more: a leader that does not poll
+            # yet sends our request when its slice is over, and the deadline counts from then.
             until += 0.0 if self._polling else SLICE_MS / 1000
             self._shared_until = time.monotonic() + SHARED
         number = self._enqueue(request, follower)
@@ -237,7 +237,7 @@ class Channel:
             if not follower.queued:
                 follower.queued = True
                 self._followers.append(follower)
-            # Only then: a thread that releases the lock from now on sees us.
+            # Only after that: a thread that releases the lock from now on sees us.
             if self._lock.acquire(blocking=False):
                 return self._lead(number, follower, until)
             self._call_leader()
@@ -250,7 +250,7 @@ class Channel:
         return follower.end()
 
     def _lead(self, number: int, follower: _Follower, until: float) -> Reply | None:
-        """Go on with the lock. As long as we have it, no other thread can answer us."""
+        """Continue with the lock. As long as we have it, no other thread can answer us."""
         reply: Reply | None = None
         try:
             if self._waiting.pop(number, None) is None:
@@ -265,7 +265,7 @@ class Channel:
             self._let_go()
 
     def _call_leader(self) -> None:
-        """Have a polling leader send what has come into the outbox."""
+        """Have a polling leader send the outbox."""
         if self._polling:
             with self._order:
                 if self._bell >= 0:
@@ -304,7 +304,7 @@ class Channel:
             self.give_up(f"it owes {MAX_OWED} answers")
 
     def _flush(self) -> bool:
-        """Send the outbox; return False where the socket's buffer is full."""
+        """Send the outbox; return False if the socket's buffer is full."""
         outbox = self._outbox
         while outbox:
             try:
@@ -323,11 +323,11 @@ class Channel:
         try:
             while not self.fault and not self.closed and (left := until - (now := time.monotonic())) > 0:
                 self._polling = slow or now < self._shared_until
-                # What the socket had no room for goes as room comes: our own request may be the last of it.
+                # Messages that the socket had no room for go as room comes: our own request may be the last one.
                 full = bool(self._outbox) and not self._flush()
                 timeout_ms = 1 if full else min(SLICE_MS, int(left * 1000) + 1)
                 if self._done and self._polling:
-                    self._wake()  # others wait for what has been received meanwhile
+                    self._wake()  # others wait for replies received meanwhile
                 try:
                     frame = self._poll(timeout_ms) if self._polling else self._receive(timeout_ms)
                 except zmq.Again:
@@ -347,7 +347,7 @@ class Channel:
         return frame
 
     def _poll(self, timeout_ms: int) -> bytes:
-        """Receive; raise zmq.Again where nothing comes in time, or something has come into the outbox."""
+        """Receive; raise zmq.Again if nothing comes in time, or the outbox has a new message."""
         zmq.backend.zmq_poll([(self._socket, zmq.POLLIN), (self._bell, zmq.POLLIN)], timeout_ms)
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._bell)
@@ -355,7 +355,7 @@ class Channel:
         return frame
 
     def _drain(self) -> None:
-        # Where no answer is due, looking would cost a system call. A daemon that never stops sending must not keep us
+        # If no answer is due, receiving would cost a system call. A daemon that never stops sending must not keep us
         # here.
         for _ in range(TURN):
             if not self._waiting or self.fault:
@@ -367,11 +367,11 @@ class Channel:
             self._read(frame)
 
     def _read(self, frame: bytes, awaited: int = 0) -> Reply | None:
-        """Take in one frame; return its reply if it answers a request of ours; the request `awaited` has no handler."""
+        """Process one frame; return its reply if it answers a request of ours; the request `awaited` has no handler."""
         try:
             reply = decode_reply(frame)
         except BadFrame as error:
-            # What it was cannot be known, and it may have granted a lease: only the session's end gives that back.
+            # Its content is unknown, and it may have granted a lease: only the session's end gives that back.
             self._counters.add("bad_frames")
             self.give_up(f"it sent a frame that is no reply: {error}")
             return None
@@ -394,13 +394,15 @@ class Channel:
         return reply
 
     def _forget_before(self, number: int) -> None:
-        """Requests are handled in order: one that was sent before an answered ping and has no answer never gets one."""
+        """Requests are handled in order: if one was sent before an answered ping and has no answer, it never gets
+        one."""
         for lost in [each for each in list(self._waiting) if each < number]:
             self._counters.add("answers_lost")
             self._hand_over(self._waiting.pop(lost), None)
 
     def _hand_over(self, handler: Handler | _Follower, reply: Reply | None) -> None:
-        """Pass the reply to the one that waits; None, where there will be none, goes to a call's late handler, too."""
+        """Pass the reply to the handler or call that waits; None, if there will be none, also goes to a call's late
+        handler."""
         if isinstance(handler, _Follower):
             if handler.take(reply) and reply is not None:
                 return
@@ -408,7 +410,7 @@ class Channel:
         self._done.append((handler, reply))
 
     def _let_go(self) -> None:
-        """Release the lock; send what has come into the outbox meanwhile, whose owners have gone on."""
+        """Release the lock; send messages that came into the outbox meanwhile: their owners have gone on."""
         if self._waiting:
             self._drain()
         self._lock.release()
@@ -420,7 +422,7 @@ class Channel:
             self.pump()
 
     def _finish(self) -> None:
-        """Run the handlers of what has arrived, without the lock: they may send."""
+        """Run the handlers of arrived replies, without the lock: they may send."""
         while self._done:
             try:
                 handler, reply = self._done.popleft()

@@ -1,6 +1,6 @@
 """Pure: checksums of the shards of blocks, taken by their writers and compared by their readers.
 
-A checksum is XXH3 of a shard's bytes as they lie in the region. 0 stands for none, so a checksum of 0 is stored as 1.
+A checksum is XXH3 of a shard's bytes as they lie in the region. 0 means none, so a checksum of 0 is stored as 1.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ import xxhash
 
 from kvcache_proto.types import SUM_BYTES
 
-SAMPLE = 16  # `sample` verifies one block in so many
+SAMPLE = 16  # `sample` verifies one block in this many
 
 
 def chosen(mode: str, hashes: Sequence[bytes], region_id: bytes) -> list[int]:
-    """Return which of `hashes`, by position, name blocks in the region that `mode` (off, sample, all) verifies.
+    """Return the positions of the `hashes` whose blocks in the region `mode` (off, sample, all) verifies.
 
-    Chosen by the hash and the region's random id: writers and readers choose the same blocks without communicating, and
-    hashes that are counters, say, are sampled as well as digests are.
+    The hash and the region's random id decide: writers and readers choose the same blocks without communicating, and
+    hashes that are, for example, counters are sampled as well as digests.
     """
     if mode == "off":
         return []
@@ -33,7 +33,7 @@ def chosen(mode: str, hashes: Sequence[bytes], region_id: bytes) -> list[int]:
 def pick_sums(mode: str, hashes: Sequence[bytes], packed: bytes, shards: int, region_id: bytes) -> bytes:
     """Return the checksums in `packed`, `shards` per hash, with none for blocks that `mode` leaves out.
 
-    b"" where there is nothing to verify.
+    b"" if there is nothing to verify.
     """
     if not packed or mode == "off":
         return b""
@@ -52,8 +52,8 @@ def sums_of_shard(packed: bytes, shard: int, shards: int) -> npt.NDArray[np.uint
 
 
 def sum_up(shards: Iterable[Iterable[memoryview]]) -> npt.NDArray[np.uint64]:
-    """Return the checksum of each shard, whose bytes are those of its views. Releases the GIL where they are large."""
-    # A state, not the one-shot call, which kept the GIL before 4.0.
+    """Return the checksum of each shard, given as the views of its bytes. Releases the GIL if they are large."""
+    # A state, not the one-shot call, which kept the GIL before xxhash 4.0.
     state = xxhash.xxh3_64()
     found = []
     for views in shards:
@@ -65,9 +65,9 @@ def sum_up(shards: Iterable[Iterable[memoryview]]) -> npt.NDArray[np.uint64]:
 
 
 def pack_sums(positions: int, summed: Sequence[int], sums: npt.NDArray[np.uint64]) -> bytes:
-    """Return the checksums of `positions` blocks, of which those at `summed` have the checksums `sums`, in order.
+    """Return the checksums of `positions` blocks; those at `summed` have the checksums `sums`, in order.
 
-    `sums` has one per block, or a row of those of its shards.
+    `sums` has one per block, or a row with one per shard.
     """
     if len(summed) == positions:
         return sums.astype("<u8").tobytes()

@@ -1,7 +1,7 @@
 """One session at the daemon, from its first welcome on.
 
-A next daemon that knows the session resumes it, and everything that was granted over the connection stays good. Where
-it does not know the session, another connection takes this one's place, and what was granted over this one is void.
+A next daemon that knows the session resumes it, and all grants over the connection stay valid. If it does not know the
+session, another connection replaces this one, and the grants over this one are void.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ class OwedSettlement(NamedTuple):
 
 
 class Connection:
-    """What a welcome gave: an open door, a channel and a region; and what was granted since.
+    """The results of a welcome: an open door, a channel and a region; and the grants since then.
 
     Attributes:
-        leases: of each lease that is held, by its number, the references that a next daemon restores it from: that of
-            the last block, then those of the tails' blocks.
-        newest_reservation: the highest reservation that was named in answers of daemons that are gone.
-        owed: settlements that a daemon that is gone may not have seen; the next one gets them.
+        leases: by number of each held lease, the references that a next daemon restores it from: that of the last
+            block, then those of the tails' blocks.
+        newest_reservation: the highest reservation in answers of daemons that are gone.
+        owed: settlements that a gone daemon may not have seen; the next one gets them.
     """
 
     def __init__(self, door: Door, channel: Channel, region: Region) -> None:
@@ -42,16 +42,16 @@ class Connection:
         self.owed: deque[OwedSettlement] = deque()
 
     def resume(self, door: Door, channel: Channel) -> None:
-        """Go on as the same session behind another door."""
+        """Continue as the same session behind another door."""
         self.newest_reservation = max(self.newest_reservation, self.channel.newest_reservation)
         old, self.door, self.channel = self.door, door, channel
-        forks.close(old.lock)  # the new one says that we live
+        forks.close(old.lock)  # the new lock shows that we live
 
     def close(self) -> None:
-        """Leave. The lock stays until `unlock`: copies may be under way, and it says that we live."""
+        """Leave. The lock stays until `unlock`: copies may be running, and it shows that we live."""
         self.channel.close()
         forks.close(self.door.connection)
 
     def unlock(self) -> None:
-        """Tell the daemon that no copy of this session runs any more."""
+        """Signal to the daemon that no copy of this session runs any more."""
         forks.close(self.door.lock)

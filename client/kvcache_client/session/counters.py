@@ -1,4 +1,4 @@
-"""Counts by name, from any thread, and what they have gained since they were last reported."""
+"""Counts by name, from any thread, and their increases since the last report."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Counters:
 
 
 class LoggedCounters(Counters):
-    """Counts whose reasons are logged, too, each at most once in WARN_EVERY seconds."""
+    """Counts that are also logged with their reasons, each at most once in WARN_EVERY seconds."""
 
     def __init__(self, logger: logging.Logger) -> None:
         super().__init__()
@@ -45,14 +45,14 @@ class LoggedCounters(Counters):
 
 
 class Gains:
-    """What several counts have gained since they were last noted. `sources` may grow."""
+    """The increases of several counts since they were last noted. `sources` may grow."""
 
     def __init__(self, *sources: Callable[[], Mapping[str, int]]) -> None:
         self.sources = list(sources)
         self._noted: Counter[str] = Counter()
 
     def look(self) -> tuple[dict[str, int], Counter[str]]:
-        """Return what was gained, and the sums to be noted once that has been reported."""
+        """Return the increases, and the sums to be noted once these have been reported."""
         sums: Counter[str] = Counter()
         for source in list(self.sources):
             sums.update(source())
@@ -62,7 +62,7 @@ class Gains:
         self._noted = sums
 
     def take(self) -> dict[str, int]:
-        """Return what was gained, and note the sums."""
+        """Return the increases, and note the sums."""
         gained, sums = self.look()
         self.note(sums)
         return gained

@@ -1,6 +1,6 @@
-"""The daemon as a session reaches it: over which connection, and how well it answers.
+"""The daemon as a session sees it: its connection, and how well it answers.
 
-What a failure of the daemon costs is decided here: on the fast path it is a miss.
+This decides the cost of a daemon's failure: on the fast path it is a miss.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ class Daemon:
     """Requests to the daemon, from any thread.
 
     Attributes:
-        connection: the one in use; None while no daemon is there. Only the supervisor changes it.
-        suspended: a connection whose daemon is gone and that the next one may resume; None where there is none.
+        connection: the connection in use; None while there is no daemon. Only the supervisor changes it.
+        suspended: a connection whose daemon is gone and that the next daemon may resume; None if there is none.
         absence: why there is no connection.
         closing: whether the session is being closed.
         deadline: seconds that a request on the fast path may take.
         connect_timeout: seconds that any other request may take.
-        owner: the process that this belongs to, as `forks.current` numbers it.
+        owner: the process that this belongs to, as numbered by `forks.current`.
     """
 
     def __init__(
         self, endpoint: str, deadline: float, connect_timeout: float, counters: Counters, wake: Callable[[], None]
     ) -> None:
-        """`wake` has the supervisor look at what is due."""
+        """`wake` has the supervisor handle due work."""
         self.endpoint, self.deadline, self.connect_timeout = endpoint, deadline, connect_timeout
         self.owner = forks.current()
         self.connection: Connection | None = None
@@ -54,7 +54,7 @@ class Daemon:
         self.breaker = CircuitBreaker()
         self.counters = counters
         self._wake = wake
-        self._logged: set[tuple[str, str]] = set()  # refusals, by what was refused and the error's code
+        self._logged: set[tuple[str, str]] = set()  # refusals, by subject and error code
 
     @property
     def up(self) -> bool:
@@ -72,7 +72,7 @@ class Daemon:
     # Requests.
 
     def call(self, connection: Connection | None, request: Numbered, late: Handler) -> m.Reply | None:
-        """Send and return the reply, or None where there is none within the deadline; `late` gets it then."""
+        """Send and return the reply, or None if there is none within the deadline; `late` gets it then."""
         if connection is None or connection is not self.connection:
             return None
         if not self.breaker.closed or connection.channel.fault:
@@ -88,7 +88,7 @@ class Daemon:
     ) -> bool:
         """Send without waiting, and return whether it was sent.
 
-        What belongs to a connection that is not in use is not sent, and counted as `stale`.
+        Requests of a connection that is not in use are not sent, and are counted as `stale`.
         """
         if self.owner != forks.current():
             return False
@@ -99,10 +99,10 @@ class Daemon:
     def ask(
         self, request: Numbered, kind: type[T], connection: Connection | None = None, heard: Handler | None = None
     ) -> T:
-        """Send and return the reply: off the fast path, where the caller may wait and others go on.
+        """Send and return the reply: off the fast path, where the caller may wait while other threads go on.
 
-        `heard` gets the reply of a connection in use whenever it comes, on some thread. Raises what the daemon answers,
-        and Unavailable where it does not answer within the connect timeout.
+        `heard` gets the reply of a connection in use whenever it comes, on some thread. Raises the daemon's errors, and
+        Unavailable if it does not answer within the connect timeout.
         """
         self.check_process()
         connection = connection or self.connection
@@ -132,16 +132,16 @@ class Daemon:
         return None
 
     def pump(self) -> None:
-        """Take in what has arrived; never waits."""
+        """Process arrived replies; never waits."""
         if (connection := self.connection) is not None and self.owner == forks.current():
             connection.channel.pump()
 
-    # What the daemon should not do.
+    # Bad answers of the daemon.
 
     def refused(self, reply: m.Reply, counter: str, connection: Connection | None) -> None:
-        """Count and log a reply that does not grant what was asked.
+        """Count and log a reply that does not grant the request.
 
-        Raises what the caller is to blame for; the daemon's own faults are misses.
+        Raises errors that are the caller's fault; the daemon's own faults are misses.
         """
         self.count(counter)
         if not isinstance(reply, m.Error):
@@ -155,13 +155,13 @@ class Daemon:
         self.log_refusal(counter, reply)
 
     def log_refusal(self, what: str, error: m.Error) -> None:
-        """Log a refusal, once per kind: one that a step meets is often met by every step. All of them are counted."""
+        """Log a refusal, once per kind: a refusal in one step often repeats in every step. All of them are counted."""
         if (what, error.code) not in self._logged:
             self._logged.add((what, error.code))
             logger.warning("%s: %s: %s (further ones are only counted)", what, error.code, error.message)
 
     def misbehaved(self, what: str) -> None:
-        """Note an answer that no sound daemon gives: the breaker opens, as for an answer that did not come."""
+        """Note an answer that no sound daemon gives: the breaker opens, as for a missing answer."""
         self.count("odd_replies")
         self.missed(f"it answered {what}")
 
@@ -177,7 +177,7 @@ class Daemon:
             self._wake()
 
     def probe(self, connection: Connection, now: float) -> None:
-        """Ask a daemon that has missed a deadline whether it is healthy again."""
+        """Probe whether a daemon that has missed a deadline is healthy again."""
         self.count("probes")
         connection.channel.post(m.Ping(0, b""), functools.partial(self._probed, now))
 

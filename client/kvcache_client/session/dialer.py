@@ -17,7 +17,7 @@ from kvcache_proto.endpoint import socket_path
 
 
 class Dialer:
-    """For one endpoint and one engine's process. `bell` wakes the supervisor, and calls a knock off."""
+    """Dials one endpoint for one engine's process. `bell` wakes the supervisor, and cancels a knock."""
 
     def __init__(
         self,
@@ -37,13 +37,13 @@ class Dialer:
     def dial(
         self, timeout: float, suspended: Connection | None, region: Region | None, interruptible: bool
     ) -> Connection:
-        """Return a connection that is not in use yet: `suspended` itself, where the daemon knows it and it is resumed.
+        """Return a connection that is not in use yet: `suspended` itself if the daemon knows it and resumes it.
 
         Args:
             timeout: seconds for the knock.
-            region: the mapping that this session has; it is kept where the daemon has the same region.
-            interruptible: whether the bell calls the knock off.
-        Raises what `handshake.knock` raises, and RegionError; then nothing has changed.
+            region: the mapping that this session has; it is kept if the daemon has the same region.
+            interruptible: whether the bell cancels the knock.
+        Raises the errors of `handshake.knock`, and RegionError; then nothing has changed.
         """
         last = suspended.door.welcome if suspended is not None else None
         interrupt = self._bell.descriptor if interruptible else None

@@ -1,7 +1,7 @@
-"""What a forked child must close.
+"""The descriptors that a forked child must close.
 
-A child inherits the door and the session lock; open there, they would keep the parent's session alive after the
-parent's death. Descriptors are registered here from the moment they exist, so that no fork comes in between.
+A child inherits the door and the session lock; if they stayed open there, they would keep the parent's session alive
+after the parent's death. Descriptors are registered here from the moment they exist, so that no fork comes in between.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _descriptors: set[int] = set()
 _socket_paths: set[str] = set()
 _pid = os.getpid()
 
-MAX_GUESSED = 1 << 16  # descriptors that are checked where there is no list of them
+MAX_GUESSED = 1 << 16  # descriptors that are checked if there is no list of them
 
 guard = _lock  # no fork happens while it is held: between the creation of a descriptor and `adopt`
 
@@ -33,7 +33,7 @@ def adopt(descriptor: int) -> int:
 
 
 def adopt_peer(path: str) -> None:
-    """Have forked children close every socket connected to `path`: ZeroMQ does not say which descriptors it has."""
+    """Have forked children close every socket connected to `path`: ZeroMQ does not report its descriptors."""
     _socket_paths.add(path)
 
 

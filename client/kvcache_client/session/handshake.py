@@ -49,12 +49,12 @@ def knock(
     """Send Hello to the door of `endpoint`, and return it open, within `timeout` seconds.
 
     Args:
-        interrupt: a descriptor; when it becomes readable, knocking is called off.
+        interrupt: a descriptor; when it becomes readable, the knock is cancelled.
         last: the welcome of a session whose daemon went away, to be resumed.
-        server_uids: users that may serve besides root and this user; nothing is sent to others.
-    Raises ConfigError for an unusable endpoint, Unavailable where there is no answer in time or knocking was called
-    off, NotPermitted where the door may not be opened or another user serves there, VersionMismatch, and any other
-    error that the daemon answers.
+        server_uids: users that may serve besides root and this user; nothing is sent to other users.
+    Raises ConfigError for an unusable endpoint, Unavailable if there is no answer in time or the knock was cancelled,
+    NotPermitted if the door may not be opened or another user serves there, VersionMismatch, and any other error that
+    the daemon answers.
     """
     until = time.monotonic() + timeout
     with forks.guard:

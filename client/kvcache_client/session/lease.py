@@ -19,19 +19,19 @@ class Lease:
     In a namespace with tails, that is the longest prefix after which an engine can continue.
 
     Attributes:
-        id: the daemon's number; 0 where nothing is pinned.
+        id: the daemon's number; 0 if nothing is pinned.
         hits: number of leading hashes that are cached.
         packed: their slots' references, REF_BYTES each: those of the full group, then those of each tail.
-        parts: to which group they belong, in their order.
+        parts: the groups that they belong to, in their order.
         pending: number of blocks after the hits that are being written now.
-        withheld: number of blocks after the hits that are cached, but beyond what this engine may pin at one time.
-        coming: number of blocks after the hits that a tier is bringing; some may be pending already.
+        withheld: number of blocks after the hits that are cached, but beyond this engine's pin quota.
+        coming: number of blocks after the hits that a tier is fetching; some may be pending already.
         eta: seconds until those are expected; if there are none, until it is known whether tiers have some, else 0.
-        junction: number of blocks after which an engine could continue if it had the tails there; 0 where that is not
-            above what is cached, `withheld` included.
-        failed: whether the daemon did not answer; the lease then says nothing about the cache.
-        sums: where they were asked for, a checksum per shard of each slot, SUM_BYTES each, 0 for none.
-        region_id: the region that the slots lie in; b"" where there are none.
+        junction: number of blocks after which an engine could continue if it had the tails there; 0 if that is not more
+            than the cached ones, `withheld` included.
+        failed: whether the daemon did not answer; the lease then has no information on the cache.
+        sums: if requested, a checksum per shard of each slot, SUM_BYTES each, 0 for none.
+        region_id: the region that the slots lie in; b"" if there are none.
     """
 
     __slots__ = (

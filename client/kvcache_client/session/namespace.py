@@ -58,10 +58,10 @@ class Namespace:
     """Made by `Session.attach`; it outlives restarts of the daemon.
 
     Attributes:
-        spec: what was attached.
+        spec: the attached spec.
         id: 16 hex digits, the same in every process that attaches the same model and identity.
         shards: the shards that this session writes.
-        refused: why the daemon did not let this session join it; "" where it did, or was not asked yet.
+        refused: why the daemon did not let this session join it; "" if it did, or was not asked yet.
     """
 
     def __init__(
@@ -79,17 +79,17 @@ class Namespace:
         self.id = spec.id
         self.refused = ""
         self._left = False
-        self._number: tuple[Channel | None, int] = (None, 0)  # the daemon's, and the channel by which it was given
+        self._number: tuple[Channel | None, int] = (None, 0)  # the daemon's number, and the channel that it came by
 
     # Joining, and joining again at each daemon.
 
     @property
     def attached(self) -> bool:
-        """Whether the daemon knows of it now; where not, every lookup misses and every reservation is refused."""
+        """Whether the daemon knows it now; if not, every lookup misses and every reservation is refused."""
         return self._joined()[0] is not None
 
     def join(self, connection: Connection) -> None:
-        """Attach over `connection`, and wait for the answer. Raises what the daemon refuses, and Unavailable."""
+        """Attach over `connection`, and wait for the answer. Raises the daemon's refusals, and Unavailable."""
         heard = functools.partial(self._take_answer, connection, connection.channel)
         heard(self._daemon.ask(self._attachment(), Attached, connection, heard))
 
@@ -105,7 +105,8 @@ class Namespace:
         self._daemon.post(connection, self._attachment(), "stale_attaches", heard)
 
     def refuse(self, why: str) -> None:
-        """Note that the daemon does not let this session join; count and log each reason once: it is asked again."""
+        """Note that the daemon does not let this session join; count and log each reason once, as attempts are
+        repeated."""
         if why != self.refused:
             self._daemon.count("attaches_refused")
             logger.warning("namespace %s (%s) is refused: %s", self.id, self.spec.model, why)
@@ -123,7 +124,7 @@ class Namespace:
         return Attach(0, b"", self.spec, self.shards, self.ceiling_bytes)
 
     def _take_answer(self, connection: Connection, channel: Channel, reply: Reply | None) -> None:
-        """Take the answer to an attach: too late for the caller, perhaps, and yet it holds."""
+        """Take the answer to an attach: it is valid even if it is too late for the caller."""
         if isinstance(reply, Attached):
             if not self._left:
                 self._number, self.refused = (channel, reply.namespace), ""
@@ -133,7 +134,7 @@ class Namespace:
             channel.give_up("it did not answer an attach")
 
     def _joined(self) -> tuple[Connection | None, int]:
-        """Return the connection in use and the daemon's number of this namespace; (None, 0) where it has not joined."""
+        """Return the connection in use and the daemon's number of this namespace; (None, 0) if it has not joined."""
         connection, (channel, number) = self._daemon.connection, self._number
         if connection is None or connection.channel is not channel:
             return None, 0
@@ -154,19 +155,19 @@ class Namespace:
     ) -> Lease:
         """Return the longest cached prefix of `hashes`, under a lease. One round trip.
 
-        In a namespace with tails, group 0 stands for all groups: it is the longest prefix after which an engine can
-        continue that has the tails of the first `start` blocks itself.
+        In a namespace with tails, group 0 means all groups: the result is the longest prefix after which an engine that
+        has the tails of the first `start` blocks itself can continue.
 
         Args:
             hashes: n chained hashes in prompt order, at most MAX_HASHES.
-            pin: where False, nothing is pinned, and the slots may be given to others at any time.
-            verify: whether the lease has the checksums of its blocks, where their writers took any.
-            request: name of the request, by which one can ask the daemon why there was no hit.
+            pin: if False, nothing is pinned, and the slots may be given to other blocks at any time.
+            verify: whether the lease has the checksums of its blocks, if their writers took any.
+            request: name of the request, for asking the daemon why there was no hit.
             tokens: number of tokens of the request.
             salted: whether the hashes have a salt in them.
-            start: number of blocks of whose tails none is needed.
-        Where the daemon does not answer within the session's deadline, the lease is empty and `failed`. Raises
-        BadArgument for what the protocol does not allow.
+            start: number of blocks whose tails are not needed.
+        If the daemon does not answer within the session's deadline, the lease is empty and `failed`. Raises BadArgument
+        for arguments that the protocol does not allow.
         """
         self._check(hashes, group)
         connection, number = self._joined()
@@ -213,9 +214,9 @@ class Namespace:
         """Ask to write a run of at most MAX_BLOCKS blocks: the first below `parent` (None: a root), each other below
         the one before.
 
-        Where the daemon does not answer within the session's deadline, all are refused as "unavailable". Raises
-        BadArgument for what the protocol does not allow, and while a shard of the namespace has no live session of
-        this engine.
+        If the daemon does not answer within the session's deadline, all are refused as "unavailable". Raises
+        BadArgument for arguments that the protocol does not allow, and while a shard of the namespace has no live
+        session of this engine.
         """
         asked = [(self._check(hashes, group, MAX_BLOCKS), len(hashes))]
         connection, number = self._joined()
@@ -230,11 +231,11 @@ class Namespace:
         return self.reserve_runs_later([Run(_listed(hashes), parent)], group)
 
     def reserve_runs_later(self, runs: Sequence[Run], group: int = 0) -> Ticket:
-        """Ask for several runs at once, as `reserve_later` does for one: there is one reservation for all of them, and
-        they have at most MAX_BLOCKS blocks together.
+        """Request several runs at once, as `reserve_later` does for one: there is one reservation for all of them, of
+        at most MAX_BLOCKS blocks together.
 
-        Its answers, and the positions in them, count on from run to run. Runs that name no group are of `group`; a run
-        of a tail follows that of the full blocks which its blocks belong to, unless these are reserved already.
+        Its answers, and their positions, are numbered through all runs. Runs that name no group are of `group`; a run
+        of a tail follows the run of the full blocks that its blocks belong to, unless these are reserved already.
         """
         hashes = [each for run in runs for each in run.hashes]
         self._check(hashes, group, MAX_BLOCKS)
@@ -311,14 +312,14 @@ class Namespace:
         then: Callable[[list[Verdict]], None] | None = None,
         sums: bytes = b"",
     ) -> None:
-        """Say how `shards` (by default those attached with) of granted slots ended; from any thread, never waits.
+        """Report how `shards` (by default those attached with) of granted slots ended; from any thread, never waits.
 
         Args:
             reservation: the number of a reservation, of this session or of another one of the same engine.
-            positions: which of the granted slots, 0 to len(granted) - 1; none means all.
-            region_id: the region that was written to; where the session has another one by now, nothing is sent.
-            sums: checksums of what was committed, SUM_BYTES per shard of a position, 0 for none.
-            then: gets the verdicts, one per settled slot, on some thread; never called where the session ends first.
+            positions: positions of granted slots, 0 to len(granted) - 1; none means all.
+            region_id: the region that was written to; if the session has another one by now, nothing is sent.
+            sums: checksums of the committed bytes, SUM_BYTES per shard of a position, 0 for none.
+            then: gets the verdicts, one per settled slot, on some thread; never called if the session ends first.
         While the daemon is away, the settlement is kept for the next one. Verdicts are counted; a refusal is counted
         and logged.
         """
@@ -347,9 +348,9 @@ class Namespace:
             hashes: n chained hashes in prompt order, at most MAX_HASHES; blocks that are not cached yet are kept once
                 they are.
             priority: ignored.
-            request: name of the request that asks, for who asks the daemon why.
-            then: gets how many of the blocks are kept now, and why no more of the cached ones are ("" where all are),
-                on some thread; never called where the daemon does not answer.
+            request: name of the request, for asking the daemon why.
+            then: gets the number of blocks kept now, and why no more of the cached ones are ("" if all are), on some
+                thread; never called if the daemon does not answer.
         Returns whether it was sent. Raises BadArgument for values out of bounds.
         """
         self._check(hashes, group)
@@ -368,11 +369,10 @@ class Namespace:
         )
 
     def drop(self, hashes: Sequence[bytes], after: int = 0, group: int = 0, request: str = "") -> bool:
-        """Tell the daemon that nobody needs the end of a chain again; never waits.
+        """Report to the daemon that the end of a chain is not needed again; never waits.
 
-        Its blocks are evicted before all others, from the last one upwards, up to the first `after` or to a block that
-        others share. Returns whether it was sent. Raises BadArgument for values out of
-        bounds.
+        Its blocks are evicted before all other blocks, from the last one upwards, up to the first `after` or to a block
+        that other chains share. Returns whether it was sent. Raises BadArgument for values out of bounds.
         """
         self._check(hashes, group)
         if after < 0:
@@ -394,7 +394,7 @@ class Namespace:
             return False
         return self._daemon.post(connection, message(number), "hints_unsaid", answered)
 
-    # What should not happen.
+    # Faults.
 
     def distrust(
         self,
@@ -404,10 +404,10 @@ class Namespace:
         region_id: bytes,
         then: Callable[[list[tuple[str, int]]], None],
     ) -> None:
-        """Have the daemon forget the blocks in `packed`, whose `shard` is not what was stored, and all below them.
+        """Have the daemon forget the blocks in `packed`, whose `shard` differs from the stored one, and all below them.
 
         From any thread, never waits. `then` gets one (engine, session) per block, on some thread: its writer, ("", 0)
-        where that is not known; an empty list where the daemon has not answered, or knows no such request.
+        if that is not known; an empty list if the daemon has not answered, or knows no such request.
         """
         daemon = self._daemon
         daemon.check_process()
@@ -429,7 +429,7 @@ class Namespace:
             then([])
 
     def remark(self, notes: list[Note], group: int = 0) -> bool:
-        """Tell the daemon what it cannot know of some requests; never waits. Returns whether it was sent."""
+        """Send the daemon `notes` that it cannot know otherwise; never waits. Returns whether they were sent."""
         connection, number = self._joined()
         if connection is None:
             return False

@@ -1,4 +1,4 @@
-"""The region as this process maps it."""
+"""This process's mapping of the region."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from kvcache_proto.region import (
 )
 from kvcache_proto.types import REF_BYTES, BlockRef, PoolGeometry
 
-_READ = ("generation", "run_pages")  # of a row, by who copies
+_READ = ("generation", "run_pages")  # fields of a row that copies need
 _ROW = np.dtype(
     {
         "names": list(_READ),
@@ -38,15 +38,15 @@ _REF = np.dtype([("offset", "<u8"), ("generation", "<u8")])
 
 
 class Placed(NamedTuple):
-    """Where n blocks lie: offsets[i] is where block i begins. If `runs` is given, offsets from the region's end on are
-    of blocks with several runs of pages, which it translates."""
+    """The places of n blocks: block i begins at offsets[i]. If `runs` is given, it translates the offsets from the
+    region's end on, which are of blocks with several runs of pages."""
 
     offsets: npt.NDArray[np.int64]
     runs: Runs | None = None
 
 
 class Region:
-    """One mapping of the region; it exists as long as anything refers to it or to its buffer.
+    """One mapping of the region; it exists as long as references to it or to its buffer exist.
 
     Attributes:
         id: 16 bytes, unique to this region.
@@ -74,7 +74,8 @@ class Region:
 
     @property
     def present(self) -> int:
-        """How many bytes, from the first one on, are in memory: the daemon makes the pages one after the other."""
+        """The number of bytes, from the first one on, that are in memory: the daemon makes the pages one after
+        another."""
         ready = self.rows.ready_pages
         return (
             self.bytes if ready == self.geometry.pages else self.geometry.data_offset + ready * self.geometry.page_bytes
@@ -83,7 +84,7 @@ class Region:
     def place(self, packed: bytes, block_bytes: int) -> Placed | None:
         """Return where the blocks of `block_bytes` lie that `packed` refers to, REF_BYTES per reference.
 
-        None unless each of them is such a block of this region. Only then may an address be computed from a reference.
+        None unless each reference is to such a block of this region. Only then may an address be computed from it.
         """
         if not self.holds(packed):
             return None
@@ -91,7 +92,7 @@ class Region:
         offsets = refs["offset"].astype(np.int64)
         pages = pages_of(block_bytes, page_bytes)
         first = (offsets - self.geometry.data_offset) // page_bytes
-        # The rows may be another block's already, of any size.
+        # The rows may already be another block's, of any size.
         whole = (self._rows["run_pages"][first] >= pages) & (first <= self.geometry.pages - pages)
         if whole.all():
             return Placed(offsets)
@@ -136,7 +137,7 @@ class Region:
         return not ((offsets - np.uint64(g.data_offset)) % np.uint64(g.page_bytes)).any()
 
     def current(self, packed: bytes) -> npt.NDArray[np.bool_]:
-        """Return for each reference in `packed`, which the region `holds`, whether it still refers to its block.
+        """Return, for each reference in `packed`, which the region `holds`, whether it still refers to its block.
 
         Bytes copied out of a block belong to it only if this holds after the copy. Generations change before the bytes
         do, so a copy that met a new writer is detected.

@@ -1,7 +1,7 @@
 """Checks of replies before anything is computed from them. Pure: `holds` asks the region.
 
 A daemon that answers nonsense is as unhealthy as one that is silent, and more dangerous: addresses are computed from
-slot references. Each function returns what is wrong with a reply, or "" where nothing is.
+slot references. Each function returns the fault of a reply, or "" if there is none.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ _VERDICTS = bytes(Verdict)
 
 
 def wrong_lookup(reply: Acquired, asked: int, pin: bool, shards: int, holds: Holds, slots: int | None = None) -> str:
-    """Check the answer to a lookup of `asked` hashes in a namespace with so many shards.
+    """Check the answer to a lookup of `asked` hashes in a namespace with `shards` shards.
 
-    `slots` is how many references belong to such an answer; None: as many as there are hits.
+    `slots` is the number of references in such an answer; None: as many as hits.
     """
     hits = reply.hits
     slots = hits if slots is None else slots

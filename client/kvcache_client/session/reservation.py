@@ -20,11 +20,11 @@ class Reservation:
     """The answer to `reserve`. Every granted slot must be settled: by `commit`, `abort`, or its writers' `settle`.
 
     Attributes:
-        id: the daemon's number; 0 where nothing was granted.
-        region_id: the region that the slots lie in; b"" where there are none.
-        answers: one Refusal per hash, GRANTED among them; empty where the daemon did not answer.
+        id: the daemon's number; 0 if nothing was granted.
+        region_id: the region that the slots lie in; b"" if there are none.
+        answers: one Refusal per hash, GRANTED among them; empty if the daemon did not answer.
         granted: positions of the hashes that have a slot; `slots` and `packed` are in this order.
-        refused: the reason, by position, for those that have none; "unavailable" where the daemon did not answer.
+        refused: the reason, by position, for those that have none; "unavailable" if the daemon did not answer.
         packed: the granted slots' references, REF_BYTES each.
         failed: whether the daemon did not answer.
     """
@@ -54,7 +54,7 @@ class Reservation:
         connection: Connection | None,
         reply: Reserved | None,
     ) -> None:
-        """Of `count` blocks, of which those that were granted are `parts`, by a session that writes `shards`."""
+        """Make the reservation of `count` blocks, with `parts` granted, by a session that writes `shards`."""
         self._settlements, self._parts, self._shards, self._connection = settlements, parts, shards, connection
         self._slots: list[Slot] | None = None
         self.failed = reply is None
@@ -77,11 +77,11 @@ class Reservation:
         return self._slots
 
     def commit(self, shards: Sequence[int] | None = None) -> list[Verdict]:
-        """Say that `shards` (by default those attached with) of every granted slot are written.
+        """Report that `shards` (by default those attached with) of every granted slot are written.
 
-        Returns one Verdict per granted slot: VISIBLE means that lookups find it. Empty where nothing was granted or the
-        session has ended since, and where the daemon did not answer in time: the commit is on its way then.
-        Raises what the daemon refuses.
+        Returns one Verdict per granted slot: VISIBLE means that lookups find it. Empty if nothing was granted, if the
+        session has ended since, and if the daemon did not answer in time: then the commit is on its way. Raises the
+        daemon's refusals.
         """
         if not self.id:
             return []
@@ -110,10 +110,10 @@ def chosen_shards(shards: Sequence[int] | None, own: Sequence[int]) -> Sequence[
 
 
 class Ticket:
-    """A reservation that was asked for and is not answered yet.
+    """A reservation that was requested and is not answered yet.
 
-    `resolve` makes the reservation of a reply, where None stands for no answer; `abandon` gives back what a reply
-    grants after the ticket was cancelled.
+    `resolve` turns a reply into the reservation; None is no answer. `abandon` gives back the grants of a reply after
+    the ticket was cancelled.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class Ticket:
         self._error: KVCacheError | None = None
 
     def poll(self) -> Reservation | None:
-        """Return the reservation, or None while it is not answered. Never waits. Raises what the daemon refuses."""
+        """Return the reservation, or None while it is not answered. Never waits. Raises the daemon's refusals."""
         if not self._answered.is_set():
             self._pump()
         if self._error is not None:
@@ -138,7 +138,7 @@ class Ticket:
         return self._result
 
     def wait(self, timeout: float) -> Reservation:
-        """Return the reservation; where there is none within `timeout` seconds, cancel it: everything is refused."""
+        """Return the reservation; if there is none within `timeout` seconds, cancel it: everything is refused."""
         self._pump()
         self._answered.wait(timeout)
         reservation = self.poll()
@@ -148,7 +148,7 @@ class Ticket:
         return self._resolve(None)
 
     def cancel(self) -> None:
-        """Give back what was granted, or will be. Only before a slot was handed to a writer."""
+        """Give back granted slots, also later ones. Only before a slot was handed to a writer."""
         with self._lock:
             self._cancelled = True
             reservation = self._result
@@ -156,7 +156,7 @@ class Ticket:
             reservation.abort()
 
     def answer(self, reply: Reply | None) -> None:
-        """Take the reply, or None where the connection ended; the session calls this."""
+        """Take the reply, or None if the connection ended; the session calls this."""
         with self._lock:
             cancelled = self._cancelled
             if not cancelled:

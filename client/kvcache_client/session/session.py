@@ -1,4 +1,4 @@
-"""A session with the daemon: what a caller may ask of it.
+"""A session with the daemon: the calls of the client's users.
 
 The calls run on their caller's thread. One more thread, the supervisor's, keeps the session connected.
 """
@@ -31,7 +31,7 @@ CONNECT_TIMEOUT = 2.0
 
 
 class Session:
-    """One attached process; its end, or the process's, ends all that it held.
+    """One attached process; its end, or the process's, ends all its grants.
 
     Made by `connect`, which needs a running daemon, or by `open`, which also works without one until it comes.
     Thread-safe. Not for forked children: they get a ClientError and make their own.
@@ -78,11 +78,11 @@ class Session:
         Args:
             endpoint: `ipc:///path/to/kvcache.sock`; None takes KVCACHE_ENDPOINT or the default of this user.
             engine: the id that a scheduler and its ranks share.
-            label: what `status` shows of this process.
+            label: shown for this process by `status`.
             deadline: seconds that a lookup or a reservation may take; after one miss the breaker opens.
-            connect_timeout: seconds for connecting, and for each request that is on no fast path.
+            connect_timeout: seconds for connecting, and for each request off the fast path.
             server_uids: users, by name or number, whose daemon may serve besides root's and this user's; none takes
-                KVCACHE_SERVER_UIDS. Another user's daemon is sent nothing, and NotPermitted names the user.
+                KVCACHE_SERVER_UIDS. Nothing is sent to another user's daemon, and NotPermitted names the user.
         Raises ConfigError, Unavailable, NotPermitted, VersionMismatch, RegionError.
         """
         session = cls(endpoint, engine, label, deadline, connect_timeout, server_uids)
@@ -133,7 +133,7 @@ class Session:
 
     @property
     def counters(self) -> dict[str, int]:
-        """What failed, was refused or came too late, by name; counts that are 0 are left out."""
+        """The counts of failures, refusals and late answers, by name; counts of 0 are left out."""
         return self.daemon.counters.snapshot()
 
     def add_counts(self, source: Callable[[], Mapping[str, int]]) -> None:
@@ -151,13 +151,13 @@ class Session:
         """Join a namespace, and join it again after each restart of the daemon.
 
         Args:
-            shards: those that this process writes and reads; a scheduler, which touches no bytes, joins with none.
-            ceiling_bytes: bound on what this engine's saves may occupy; 0 is no bound.
-            wait: where False, return at once and raise only BadArgument: a refusal is logged and counted, and lookups
-                miss until the namespace is joined.
-            insist: do the same after the wait: `Namespace.refused` says why, and the next daemon is asked again.
-        Raises what the daemon refuses (GeometryMismatch, BadArgument) and, on a session made by `connect`, Unavailable;
-        one made by `open` attaches when the daemon is there.
+            shards: the shards that this process writes and reads; a scheduler, which touches no bytes, joins with none.
+            ceiling_bytes: limit of the bytes that this engine's saves may occupy; 0 is no limit.
+            wait: if False, return at once and raise only BadArgument: a refusal is logged and counted, and lookups miss
+                until the namespace is joined.
+            insist: do the same after the wait: `Namespace.refused` has the reason, and the next daemon is asked again.
+        Raises the daemon's refusals (GeometryMismatch, BadArgument) and, on a session made by `connect`, Unavailable; a
+        session made by `open` attaches when the daemon is there.
         """
         self.daemon.check_process()
         namespace = Namespace(self.daemon, self._settlements, spec, tuple(shards), ceiling_bytes)
@@ -165,14 +165,14 @@ class Session:
         return namespace
 
     def detach(self, namespace: Namespace) -> None:
-        """Leave a namespace, without waiting; what is being read and written there goes on until it has ended."""
+        """Leave a namespace, without waiting; running reads and writes there continue until they end."""
         self._supervisor.detach(namespace)
 
     def view(self, slot: Slot, shard: int = 0) -> memoryview:
         """Return the bytes of `shard` of `slot`, in the mapped region: writable under a reservation, else read-only.
 
-        Raises BadArgument for a shard that the block does not have, RegionError where the slot was given to another
-        block, lies in a region that this session has left, or is to be written and lies in several pieces (`views`).
+        Raises BadArgument for a shard that the block does not have, RegionError if the slot was given to another block,
+        lies in a region that this session has left, or is to be written and lies in several pieces (`views`).
         """
         self.daemon.check_process()
         if slot.region is not self.region:
@@ -188,11 +188,11 @@ class Session:
         self._supervisor.on_region(callback)
 
     def stats(self) -> dict[str, Any]:
-        """Return the daemon's statistics. Raises Unavailable, also where another thread is asking for them now."""
+        """Return the daemon's statistics. Raises Unavailable, also if another thread is requesting them now."""
         return self.daemon.ask(m.Stats(0, b""), m.Report).stats
 
     def clear(self, namespace: str = "") -> int:
-        """Forget every READY, unleased block of the namespace with this id, or of all, and return how many."""
+        """Forget every READY, unleased block of the namespace with this id, or of all, and return their number."""
         return self.daemon.ask(m.Clear(0, b"", namespace), m.Cleared).blocks
 
     # For tiers.
@@ -200,7 +200,7 @@ class Session:
     def work(self, tier: str, batch_bytes: int, writes: str, writes_off: str = "", removals_off: str = "") -> m.Jobs:
         """Return work for the tier `tier`, perhaps none, after half a second at most; the fields are those of Work.
 
-        Raises Unavailable, and what the daemon refuses: NotPermitted to other users than its own.
+        Raises Unavailable, and the daemon's refusals: NotPermitted for users other than its own.
         """
         return self.daemon.ask(m.Work(0, b"", tier, batch_bytes, writes, writes_off, removals_off), m.Jobs)
 
@@ -212,25 +212,26 @@ class Session:
         off: str = "",
         writes_off: str = "",
     ) -> None:
-        """Report what became of jobs, from any thread, without waiting; the fields are those of Worked."""
+        """Report the results of jobs, from any thread, without waiting; the fields are those of Worked."""
         report = m.Worked(0, b"", list(found), list(brought), list(written), off, writes_off)
         self.daemon.post(self.daemon.connection, report, "stale_reports")
 
     def ping(self) -> float:
-        """Return the seconds that an answer took. Raises Unavailable."""
+        """Return the seconds that the daemon's answer took. Raises Unavailable."""
         start = time.monotonic()
         self.daemon.ask(m.Ping(0, b""), m.Pong)
         return time.monotonic() - start
 
     def close(self) -> None:
-        """End the session and all that it holds, after what was sent has arrived, where the daemon answers."""
+        """End the session and all its grants, after all sent messages have arrived, if the daemon answers."""
         daemon = self.daemon
         if daemon.owner != forks.current() or not self._supervisor.begin_closing():
             return
         try:
             if (connection := daemon.connection) is not None:
                 self._telemetry.report(connection, at_once=True)
-                # The last in the queue: all before it is handled. Again, for what those answers made us send.
+                # The last request in the queue: all before it are handled. Repeated for messages that those answers
+                # caused.
                 if connection.channel.call(m.Ping(0, b""), daemon.connect_timeout, ignore) is not None:
                     connection.channel.call(m.Ping(0, b""), daemon.connect_timeout, ignore)
         finally:  # a session that stays open, though unusable, would keep its leases

@@ -1,6 +1,6 @@
-"""How granted slots ended, on its way to the daemon.
+"""Settlements of granted slots, on their way to the daemon.
 
-None is lost with a daemon that is gone, as long as the next one knows the session.
+None is lost when a daemon goes, as long as the next one knows the session.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _VERDICTS = {verdict.value: verdict for verdict in Verdict}
 
 
 class Settlements:
-    """Of one session, over all its connections. Thread-safe."""
+    """The settlements of one session, over all its connections. Thread-safe."""
 
     def __init__(self, daemon: Daemon) -> None:
         self._daemon = daemon
@@ -40,7 +40,7 @@ class Settlements:
         then: Callable[[list[Verdict]], None] | None = None,
         sums: bytes = b"",
     ) -> None:
-        """Say how `shards` of granted slots ended; never waits. `Namespace.settle` has the arguments."""
+        """Report how `shards` of granted slots ended; never waits. `Namespace.settle` has the arguments."""
 
         def settled(reply: Reply | None) -> None:
             verdicts = self._verdicts(reply)
@@ -50,14 +50,14 @@ class Settlements:
         self._send(connection, _settlement(connection, reservation, outcome, positions, shards, sums), settled)
 
     def commit(self, connection: Connection | None, reservation: int, shards: Sequence[int]) -> list[Verdict]:
-        """Say that `shards` of all slots of a reservation are written, and return the verdicts.
+        """Report that `shards` of all slots of a reservation are written, and return the verdicts.
 
-        Empty where the daemon does not answer in time: the commit is on its way then. Raises what it refuses.
+        Empty if the daemon does not answer in time: then the commit is on its way. Raises the daemon's refusals.
         """
         daemon = self._daemon
         request = _settlement(connection, reservation, Outcome.COMMITTED, (), shards)
         if connection is None or connection is not daemon.connection or not daemon.up:
-            # A slow or absent daemon must not lose it: sent all the same, and not waited for.
+            # It must not be lost with a slow or absent daemon: it is sent anyway, without waiting.
             self._send(connection, request, self._verdicts)
             return []
         channel = connection.channel
@@ -68,14 +68,14 @@ class Settlements:
             daemon.refused(reply, "settles_refused", connection)
             return []
         if reply is None and not request.id:
-            # It never had its turn: others were asking, or the daemon has gone since we looked.
+            # It never had its turn: other calls were running, or the daemon has gone since the check.
             self._send(connection, request, self._verdicts)
             return []
         return self._verdicts(reply)
 
     def pay(self, connection: Connection) -> None:
-        """Send what is owed to the next daemon. Not all at once, or that would end the session again."""
-        # A thread that fails to get the lock has its debt looked at by the thread that holds it, after the release.
+        """Send the owed settlements to the next daemon. Not all at once, or that would end the session again."""
+        # If a thread fails to get the lock, the thread that holds it sends its settlements after the release.
         while (
             connection.owed
             and connection is self._daemon.connection
@@ -112,7 +112,8 @@ class Settlements:
         answer: Handler,
         reply: Reply | None,
     ) -> None:
-        """Take the answer that came by `channel`. Where none came from a daemon that is gone, the next one is asked."""
+        """Take the answer that came by `channel`. If none came before the daemon went, the next daemon gets the
+        request."""
         daemon = self._daemon
         if reply is not None or connection is None or (channel is not None and not channel.closed):
             answer(reply)

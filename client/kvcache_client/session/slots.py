@@ -9,7 +9,7 @@ from kvcache_client.session.region import Region
 from kvcache_proto.errors import BadArgument, RegionError
 from kvcache_proto.types import FULL, REF_BYTES, BlockRef, GroupSpec, NamespaceSpec, unpack_refs
 
-Parts = Sequence[tuple[GroupSpec, int]]  # of packed references: so many in a row to slots of that group
+Parts = Sequence[tuple[GroupSpec, int]]  # packed references: number in a row to slots of the group
 
 
 class Slot(NamedTuple):
@@ -24,7 +24,8 @@ class Slot(NamedTuple):
         """Return the bytes of `shard` as they lie, in one piece or in several; writable under a reservation, read-only
         under a lease.
 
-        Raises BadArgument for a shard that the block does not have, RegionError if the place is another block's now.
+        Raises BadArgument for a shard that the block does not have, RegionError if the place now belongs to another
+        block.
         """
         shards = self.group.shards
         if not 0 <= shard < len(shards):
@@ -36,7 +37,7 @@ class Slot(NamedTuple):
     def view(self, shard: int = 0) -> memoryview:
         """Return the bytes of `shard` in one piece: a copy under a lease if they lie in several.
 
-        Raises what `views` raises, and RegionError if they are to be written and lie in several pieces.
+        Raises the errors of `views`, and RegionError if they are to be written and lie in several pieces.
         """
         views = self.views(shard)
         if len(views) == 1:
@@ -56,7 +57,7 @@ def parts_of_hits(spec: NamespaceSpec, group: int, hits: int, start: int) -> Par
 
 
 def split(packed: bytes, parts: Parts) -> Iterator[tuple[GroupSpec, bytes]]:
-    """Yield the references of each part."""
+    """Yield each part's group and references."""
     at = 0
     for group, count in parts:
         yield group, packed[at : (at := at + count * REF_BYTES)]

@@ -28,7 +28,7 @@ from kvcache_proto.messages import Restate, Restated
 logger = logging.getLogger("kvcache_client.session")
 
 GLIMPSE = 0.02  # seconds
-ASK_AGAIN = 2.0  # seconds after which a refused namespace is asked for again: there may be room now
+ASK_AGAIN = 2.0  # seconds after which a refused namespace is requested again: there may be room now
 STEADY = 1.0  # seconds that a connection must have held for the next knock to come soon after its end
 
 
@@ -52,15 +52,15 @@ class Supervisor:
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="kvcache-session", daemon=True)
 
-    # What a session asks.
+    # Requests of the session.
 
     def start(self) -> None:
         self._thread.start()
 
     def attach(self, namespace: Namespace, wait: bool, put_off: bool, insist: bool) -> None:
-        """Attach `namespace` now and at each daemon to come, as `Session.attach` says.
+        """Attach `namespace` now and at each later daemon, as described in `Session.attach`.
 
-        With `put_off`, it is only at the next daemon where none is there. Raises what the daemon refuses, and
+        With `put_off`, if there is no daemon, it is attached only at the next one. Raises the daemon's refusals, and
         Unavailable; then it is not attached later either.
         """
         with self._change:
@@ -105,7 +105,7 @@ class Supervisor:
         return first
 
     def close(self) -> None:
-        """End the thread, the connection, and what may be suspended."""
+        """End the thread, the connection, and any suspended one."""
         self._stopping = True
         self._bell.ring()
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
@@ -155,7 +155,7 @@ class Supervisor:
             self.leave(channel.fault)
         else:
             if watched:
-                channel.pump(GLIMPSE)  # a call that is under way receives for us: the door must not wait for its end
+                channel.pump(GLIMPSE)  # a running call receives for us: the door must not wait for its end
             now = time.monotonic()
             if now >= self._asked_at + ASK_AGAIN and daemon.breaker.probe_at is None:
                 self._ask_again(connection, now)
@@ -172,7 +172,7 @@ class Supervisor:
         return [namespace for namespace in list(self._namespaces) if namespace.refused]
 
     def _ask_again(self, connection: Connection, now: float) -> None:
-        """Ask again for what the daemon has refused."""
+        """Request refused namespaces again."""
         self._asked_at = now
         for namespace in self._refused():
             namespace.join_later(connection)
@@ -180,7 +180,7 @@ class Supervisor:
     # Coming and going. On the thread, but for the first time and the last.
 
     def look_for_daemon(self) -> None:
-        """Connect where a daemon is there; where none is, log why, once per reason."""
+        """Connect if there is a daemon; otherwise log the reason, once per reason."""
         try:
             self.connect(interruptible=True)
         except (KVCacheError, OSError, zmq.ZMQError) as error:
@@ -190,9 +190,9 @@ class Supervisor:
                 logger.warning("no cache until the daemon is there: %s", self._daemon.absence)
 
     def connect(self, interruptible: bool = False) -> None:
-        """Knock, map the region, attach what was attached before.
+        """Knock, map the region, attach the namespaces that were attached before.
 
-        Raises what `Session.connect` raises; then nothing has changed.
+        Raises the errors of `Session.connect`; then nothing has changed.
         """
         daemon = self._daemon
         suspended = daemon.suspended
@@ -236,7 +236,7 @@ class Supervisor:
                 restate = False
 
     def _restate(self, connection: Connection) -> None:
-        """Tell a next daemon what we hold: leases, and up to which reservation we have heard of grants."""
+        """Report our state to a next daemon: leases, and the highest reservation in its predecessors' answers."""
         leases = list(connection.leases.items())
         lost = self._daemon.ask(Restate(0, b"", connection.newest_reservation, leases), Restated, connection).lost
         self._daemon.count("sessions_resumed")
@@ -250,12 +250,12 @@ class Supervisor:
         for callback in self._region_callbacks:
             try:
                 callback(region)
-            except Exception:  # a caller's own code: it must not take along the session, nor the callbacks after it
+            except Exception:  # a caller's own code: it must not break the session, nor the callbacks after it
                 self._daemon.count("region_callback_errors")
                 logger.exception("a callback of on_region failed")
 
     def leave(self, why: str) -> None:
-        """End the connection, if there is one: whatever waits for an answer learns that there is none."""
+        """End the connection, if there is one: requests that wait for an answer get none."""
         daemon = self._daemon
         if (connection := daemon.connection) is None:
             return
@@ -264,16 +264,16 @@ class Supervisor:
         daemon.connection = None
         daemon.absence = f"the session with the daemon at {self._dialer.endpoint} ended: {why}"
         if daemon.closing:
-            connection.unlock()  # no copy runs any more: the daemon need not ask whether we live
+            connection.unlock()  # no copy runs any more: the daemon need not check whether we live
         connection.close()
-        if time.monotonic() > self._steady_at:  # a daemon that lets us in and throws us out is asked less and less
+        if time.monotonic() > self._steady_at:  # if a daemon accepts and then drops us, retry less and less often
             self._backoff.reset()
         if not daemon.closing:
             daemon.count("links_lost")
             logger.warning("%s; lookups miss until it is back", daemon.absence)
 
     def _give_up_suspended(self) -> None:
-        """Let go of the session at a daemon that is gone: another one has taken its place, or we end."""
+        """Drop the session at a gone daemon: another session has taken its place, or we end."""
         suspended, self._daemon.suspended = self._daemon.suspended, None
         if suspended is not None:
             self._daemon.count("stale_settles", len(suspended.owed))

@@ -1,4 +1,4 @@
-"""What a session reports to the daemon for operators to see: its breaker's state, and what it has counted."""
+"""A session's reports to the daemon for operators: its breaker's state, and its counts."""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ from kvcache_client.session.daemon import Daemon
 from kvcache_proto.messages import Tell, Welcome
 from kvcache_proto.types import Breaker
 
-EVERY = 1.0  # seconds: `top` looks as often
+EVERY = 1.0  # seconds: `top` refreshes as often
 
 
 class Telemetry:
-    """Reports at once where the breaker has opened or closed or the daemon is a new one, else what has changed, every
-    second."""
+    """Reports at once if the breaker has opened or closed or the daemon is new, otherwise the changes every second."""
 
     def __init__(self, daemon: Daemon) -> None:
         self._daemon = daemon

@@ -15,7 +15,7 @@ from kvcache_client.worker.rank import Rank, jobs_of
 
 logger = logging.getLogger("vllm.kvcache.worker")
 
-ARRIVAL_SECONDS = 1.0  # that a step waits for the end of what its layers have waited for
+ARRIVAL_SECONDS = 1.0  # that a step waits for the end of the loads that its layers have waited for
 _LOST = "a load has failed after its request was computed with it"
 _UNANNOUNCED = "the engine has computed with layers that it has not announced, while they were being loaded"
 
@@ -33,9 +33,9 @@ class EarlyLoads:
         self._rank, self._find_failed = rank, find_failed
         self.layered: LayeredLoads | None = None
         self.listens = False
-        self._was_ready = False  # as the scheduler's side knows it
+        self._was_ready = False  # as last reported to the scheduler's side
         self._coming: set[str] = set()  # requests whose loads have been reported, and have not ended
-        self._ending = False  # one of them has finished: no step will wait for its layers
+        self._ending = False  # one of these requests has finished: no step will wait for its layers
         self._ended = threading.Condition()
         self._arrived: deque[tuple[str, float, list[int]]] = deque()  # with the blocks that failed
         self._reported: list[tuple[str, float]] = []
@@ -52,7 +52,7 @@ class EarlyLoads:
             self.layered.give(plan.given)
         else:
             self.layered.enter_step(plan.timed, plan.given)
-        self.listens = plan.timed and not idle  # most steps only generate: theirs need not be announced
+        self.listens = plan.timed and not idle  # most steps only generate: their layers need not be announced
 
     def finish(self, requests: list[str]) -> None:
         """Requests have finished: no step will wait for the layers of those that still load."""
@@ -64,15 +64,15 @@ class EarlyLoads:
             self.layered.layer(name)
 
     def layer_left(self, name: str) -> None:
-        """The engine has submitted what reads the KV of a layer."""
+        """The engine has submitted the work that reads the KV of a layer."""
         if self.layered is not None:
             self.layered.layer_left(name)
 
     def begin(self, job: LoadJob, region: Region) -> bool:
         """Start a load from a `region` that copies reach without a thread; return whether it can be an early one.
 
-        Nothing may go wrong with it any more, because its request is computed with what it brings. So its slots must be
-        those that were leased.
+        It must not fail any more, because its request is computed with the loaded blocks. So its slots must be the
+        leased ones.
         """
         layered, layout = self.layered, self._rank.layout
         if layered is None or not layered.ready or region.id != job.region:
@@ -107,8 +107,8 @@ class EarlyLoads:
         self._arrived.append((request, 0.0, []))
 
     def leave_step(self, idle: bool) -> tuple[set[int], str]:
-        """The engine has submitted a step. Return the device blocks with which it may have computed in vain, and why
-        this rank can take no part any more, "" if it can."""
+        """The engine has submitted a step. Return the device blocks that it may have computed with in vain, and the
+        reason that this rank can take no part any more, "" if it can."""
         invalid, why = set[int](), ""
         if self.layered is not None:
             if not idle and (unfilled := self.layered.leave_step()):
@@ -116,9 +116,9 @@ class EarlyLoads:
                 self._rank.counts.add("loads_unannounced")
                 why = _UNANNOUNCED
             if self._coming and (self._ending or not idle):
-                # What the engine has submitted waits for them, too. So it hears of their end with the step that needs
-                # them. After an idle step there may be none for long: a lease whose request was aborted would keep its
-                # blocks.
+                # The work that the engine has submitted waits for them, too, so their end is reported with the step
+                # that needs them. After an idle step there may be no such step for long: a lease whose request was
+                # aborted would keep its blocks.
                 self.layered.start_all()
                 with self._ended:
                     self._ended.wait_for(lambda: not self._coming, ARRIVAL_SECONDS)
@@ -131,19 +131,19 @@ class EarlyLoads:
         return invalid, why
 
     def wait_all(self) -> None:
-        """Let all that the engine submits from now on wait for these loads."""
+        """Let all work that the engine submits from now on wait for these loads."""
         if self.layered is not None:
             self.layered.wait_all()
 
     def start_all(self) -> None:
-        """Begin with all copies that are to be begun later."""
+        """Begin all copies that were to begin later."""
         if self.layered is not None:
             self.layered.start_all()
 
     def take_arrived(self) -> list[tuple[str, float]]:
-        """Return the requests of these loads that have ended since the last call, and how many seconds each copy took.
+        """Return the requests of these loads that have ended since the last call, and the seconds that each copy took.
 
-        The time is 0 for those that were loaded like others.
+        The time is 0 for ordinary loads.
         """
         found, self._reported = self._reported, []
         return found

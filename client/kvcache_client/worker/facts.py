@@ -1,4 +1,4 @@
-"""What a rank is like, as far as its work depends on it. Pure."""
+"""The properties of a rank that its work depends on. Pure."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from kvcache_client.worker.places import RankTable
 
 @dataclass(frozen=True)
 class RankFacts:
-    """Facts of a rank of an engine.
+    """Facts about a rank of an engine.
 
     Attributes:
-        block_bytes: what the rank stores for one block of the engine.
+        block_bytes: bytes that the rank stores per block of the engine.
         blocks_per_slot: blocks of the engine per cached block.
         experts: whether the model routes tokens to experts.
-        groups: what is in the slots of each group of the namespace, for an engine that has other groups than one of
-            full attention; `block_bytes` is then what is stored for the tokens of a block hash in the first one.
-        joins_later: whether the namespace comes with a plan. Until then, only the sizes of this rank's shard are right
-            in the one that it is given.
+        groups: the tables in the slots of each group of the namespace, unless the engine has only one group, of full
+            attention; `block_bytes` are then the bytes for the tokens of a block hash in the first group.
+        joins_later: whether the namespace comes with a plan. Until then, only this rank's shard sizes are right in the
+            given one.
     """
 
     block_bytes: int

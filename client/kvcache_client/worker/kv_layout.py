@@ -1,4 +1,4 @@
-"""Where a rank's KV lies, in device memory and in the slots of the region."""
+"""The layout of a rank's KV in device memory and in the slots of the region."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class KVLayout:
         self.parts = WHOLE
         self._by_head = shards.by_head
         part_bytes = facts.block_bytes // len(self.reads)
-        # Of each group, as `Places` takes them.
+        # The tables of each group, as `Places` takes them.
         self._columns = [] if facts.groups else [[(0, part_bytes, facts.blocks_per_slot)]]
         self.places: list[Places] = []
         self.follow(spec)
@@ -43,8 +43,7 @@ class KVLayout:
     def read_caches(self, kv_caches: Mapping[str, Any], num_blocks: int) -> list[list[Fragment]]:
         """Return the fragments of a block in each layout of the device's memory, and lay out the slots accordingly.
 
-        Groups that overlay each other have the same layout. Raises ConfigError if the tensors do not hold what the
-        facts say.
+        Groups that overlay each other have the same layout. Raises ConfigError if the tensors do not match the facts.
         """
         if self.facts.groups:
             return self._read_groups(kv_caches, num_blocks)
@@ -80,7 +79,7 @@ class KVLayout:
         return dict(zip(kv_caches, ends, strict=True))
 
     def place(self, region: Region, refs: bytes, blocks: int, group: int = 0) -> Placed | None:
-        """Return where the blocks lie that `refs` refer to; None if they have no room for so many blocks of the engine.
+        """Return where the blocks of `refs` lie; None if they have no room for `blocks` blocks of the engine.
 
         The scheduler has checked them against its own mapping; the addresses are made in this one.
         """

@@ -1,10 +1,10 @@
-"""Loads that run while the engine computes: each layer waits for its own section of them.
+"""Loads that run while the engine computes: each layer waits only for its own section.
 
-The engine is told that such a load has ended when it begins. Whatever it computes from then on must wait: layer by
-layer in a step in which the engine announces every layer, otherwise for the whole load before the step.
+Such a load is reported to the engine as ended when it begins. All later computation must wait: layer by layer in a step
+in which the engine announces every layer, otherwise for the whole load before the step.
 
-Nobody says whether an engine announces its layers: it depends on its version, its attention backend, and on what it
-has captured in graphs. So this watches the steps that compute prompts, and a load is run like this only once one of
+No interface says whether an engine announces its layers: it depends on its version, its attention backend, and the
+graphs that it has captured. So this watches the steps that compute prompts, and loads run like this only once one of
 them has announced all layers.
 """
 
@@ -20,7 +20,7 @@ AHEAD = 4  # sections whose copies are begun before the layers that wait for the
 
 
 def section_ends(layers: Sequence[int]) -> list[int]:
-    """Return where the sections of a block end in its slot; [] where it is too small to be divided.
+    """Return where the sections of a block end in its slot; [] if it is too small to be divided.
 
     `layers` are where the KV of each layer ends. Each section has whole layers.
     """
@@ -35,24 +35,24 @@ def section_ends(layers: Sequence[int]) -> list[int]:
 
 
 class LayeredLoads:
-    """Of one rank. Called by its thread.
+    """The layered loads of one rank. Called by its thread.
 
     Attributes:
         ready: whether the last step that computed prompts has announced all layers.
     """
 
     def __init__(self, device: Device, layers: Mapping[str, int], ends: Sequence[int]) -> None:
-        """`layers` are their names, and where the KV of each ends in a slot; `ends` are those of the sections."""
+        """`layers` maps each layer's name to the end of its KV in a slot; `ends` are the ends of the sections."""
         self._device = device
         self._section_of = {name: 1 + sum(each < end for each in ends) for name, end in layers.items()}
         self._count = len(ends)
         self.ready = False
-        self._announced: set[str] | None = None  # in this step, if it computes prompts
+        self._announced: set[str] | None = None  # layers in this step, if it computes prompts
         self._waiting: list[list[Job]] = [[] for _ in range(self._count + 1)]  # by section: not waited for yet
         self._next = self._count + 1  # the first section that has any
         self._begun = self._count  # the last section whose copies have begun
-        self._blocks: set[int] = set()  # device blocks that these fill
-        self._read: frozenset[int] = frozenset()  # those that this step may read: a load that it starts is for the next
+        self._blocks: set[int] = set()  # device blocks that these jobs fill
+        self._read: frozenset[int] = frozenset()  # this step may read these: loads that it starts are for the next
 
     def sections(self) -> range:
         return range(1, self._count + 1)
@@ -60,8 +60,8 @@ class LayeredLoads:
     def start(self, jobs: Iterable[Job], blocks: Iterable[int]) -> None:
         """Start a load of device `blocks`: `jobs` are those of all sections, in their order.
 
-        To begin with copies takes the engine's thread up to a millisecond, in which it submits no layer. So only those
-        of the first section begin here, and the others while the device computes the layers before theirs.
+        Beginning copies takes the engine's thread up to a millisecond, in which it submits no layer. So only those of
+        the first section begin here, and the rest while the device computes the layers before theirs.
         """
         for job in jobs:
             self._waiting[job.section].append(job)
@@ -71,28 +71,28 @@ class LayeredLoads:
         self._next = self._begun = 1
 
     def enter_step(self, prompts: bool, given: Collection[int]) -> None:
-        """A step is about to compute; whether `prompts`, and the blocks that it gives to others."""
+        """A step is about to compute, `prompts` or not; `given` are the blocks that it gives to other requests."""
         self._announced = set() if prompts else None
         if self._blocks and not (prompts and self.ready and self._blocks.isdisjoint(given)):
             self.wait_all()
         self._read = frozenset(self._blocks)
 
     def give(self, blocks: Collection[int]) -> None:
-        """A step that computes nothing gives `blocks` to others: whatever writes them comes after the loads."""
+        """A step that computes nothing gives `blocks` to other requests: writes to them come after the loads."""
         if not self._blocks.isdisjoint(blocks):
             self.wait_all()
 
     def layer(self, name: str) -> None:
-        """The engine is about to submit what reads the KV of a layer."""
+        """The engine is about to submit the work that reads the KV of a layer."""
         if self._announced is None:
             return
         self._announced.add(name)
-        section = self._section_of.get(name, 0)  # one that shares the KV of a layer before it has none of its own
+        section = self._section_of.get(name, 0)  # a layer that shares the KV of an earlier one has none
         if section >= self._next:
             self._wait(section)
 
     def layer_left(self, name: str) -> None:
-        """The engine has submitted what reads the KV of a layer."""
+        """The engine has submitted the work that reads the KV of a layer."""
         if self._begun < min(self._section_of.get(name, 0) + AHEAD, self._count):
             self._begin(self._begun + 1)
 
@@ -108,11 +108,11 @@ class LayeredLoads:
         return unfilled
 
     def wait_all(self) -> None:
-        """Keep all that is submitted from now on waiting for the loads."""
+        """Let all work that is submitted from now on wait for the loads."""
         self._wait(self._count)
 
     def start_all(self) -> None:
-        """Begin with all copies that are to be begun later."""
+        """Begin all copies that were to begin later."""
         self._begin(self._count)
 
     def _begin(self, section: int) -> None:

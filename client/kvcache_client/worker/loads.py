@@ -1,4 +1,4 @@
-"""The loads of a rank: copies from the region, and what they have filled."""
+"""The loads of a rank: copies from the region, and the device blocks that they have filled."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kvcache_proto.types import REF_BYTES, Finding
 
 logger = logging.getLogger("vllm.kvcache.worker")
 
-CARRIES = 5e9  # bytes per second that a thread is taken to carry, until one has been measured
+CARRIES = 5e9  # bytes per second that a thread carries, until a rate has been measured
 CHANGE = 0.1  # smallest relative change of that rate that is reported to the scheduler's side
 
 
@@ -27,7 +27,7 @@ class Loads:
     """Carries out load jobs.
 
     Attributes:
-        early: those that are reported when they begin.
+        early: the loads that are reported when they begin.
         invalid: device blocks that loads did not fill.
         failed: requests whose loads have failed, in an engine with several groups.
     """
@@ -38,11 +38,11 @@ class Loads:
         self.invalid: set[int] = set()
         self.failed: set[str] = set()
         self._done: deque[tuple[str, list[int]]] = deque()  # requests whose load has ended, and blocks that failed
-        self._parts: dict[str, tuple[int, list[int]]] = {}  # jobs left of a load that has several, blocks that failed
+        self._parts: dict[str, tuple[int, list[int]]] = {}  # of loads with several jobs: jobs left, failed blocks
         self._lock = threading.Lock()
-        self._direct_region: Region | None = None  # one that copies reach without a thread
+        self._direct_region: Region | None = None  # a region that copies reach without a thread
         self._carries = CARRIES  # bytes per second, carried by a thread
-        self._carried = 0.0  # what was reported to the scheduler's side last
+        self._carried = 0.0  # last reported to the scheduler's side
 
     @property
     def ended(self) -> bool:
@@ -91,11 +91,11 @@ class Loads:
             self._rank.verifier.after_load(region, job, lambda sound: self._judge(job, region, epoch, done, sound))
 
     def _judge(self, job: LoadJob, region: Region, epoch: int, done: Job, sound: npt.NDArray[np.bool_] | None) -> None:
-        """Report a load that has ended, whose `sound` slots are good. On a thread of the device or the verifier."""
+        """Report a load that has ended and whose `sound` slots are good. On a thread of the device or the verifier."""
         failed = job.blocks
         try:
             failed = self._not_filled(job, region, epoch, done, sound)
-        except Exception:  # the engine waits for this load: whatever went wrong here, the load has failed
+        except Exception:  # the engine waits for this load: after any error here, it has failed
             self._rank.counts.add("load_ends_failed")
             logger.exception("request %s: its load cannot be checked and counts as failed", job.request)
         finally:
@@ -107,9 +107,9 @@ class Loads:
     def _not_filled(
         self, job: LoadJob, region: Region, epoch: int, done: Job, sound: npt.NDArray[np.bool_] | None
     ) -> list[int]:
-        """Return the device blocks that do not hold what was to be loaded.
+        """Return the device blocks that do not have the content to be loaded.
 
-        A slot that another writer has got meanwhile does not hold the block any more.
+        A slot that has been granted to another writer meanwhile no longer holds the block.
         """
         rank, failed, places = self._rank, job.blocks, self._rank.layout.places[job.group]
         if done.error:
@@ -150,7 +150,7 @@ class Loads:
     def take_carried(self) -> dict[int, float]:
         """Return the seconds that a thread of this rank takes to carry one block of the engine, if that has changed.
 
-        0 if copies go straight between the device and the region.
+        0 if copies go directly between the device and the region.
         """
         device, region = self._rank.device, self._rank.session.region
         if device is None or region is None or region is self._direct_region:

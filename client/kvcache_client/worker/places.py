@@ -1,4 +1,4 @@
-"""Where a rank's device blocks lie in the slots of a group. Pure."""
+"""The places of a rank's device blocks in the slots of a group. Pure."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class RankTable(NamedTuple):
 
     Attributes:
         layers: names of its layers.
-        block_bytes: what the rank stores for one of its blocks.
-        blocks: how many of its blocks are in a slot.
+        block_bytes: bytes that the rank stores per block of the group.
+        blocks: number of the group's blocks in a slot.
     """
 
     layers: tuple[str, ...]
@@ -31,7 +31,7 @@ class RankTable(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """What one job copies: device blocks of one layout, and the offset of each in the region."""
+    """The copies of one job: device blocks of one layout, and the offset of each in the region."""
 
     layout: int
     blocks: Numbers
@@ -39,9 +39,9 @@ class Piece(NamedTuple):
 
 
 class Places:
-    """Of one group: a slot contains the blocks of each table in turn, `columns` in all, of `bytes` bytes.
+    """The places of one group: a slot contains the blocks of each table in turn, `columns` in all, of `bytes` bytes.
 
-    Where blocks are divided into parts, the rank has a shard for each, which contains that part of the blocks.
+    If blocks are divided into parts, the rank has a shard for each, which contains that part of the blocks.
     """
 
     def __init__(self, begin: int, tables: Sequence[tuple[int, int, int]], parts: Parts = WHOLE) -> None:
@@ -76,7 +76,7 @@ class Places:
         return [self._divided(piece, some[:, None]) for piece in pieces]
 
     def _divided(self, piece: Piece, parts: Numbers) -> Piece:
-        """Return the copies of the parts of a piece's blocks, as they follow each other in the region."""
+        """Return the copies of the parts of a piece's blocks, in their order in the region."""
         blocks = (piece.blocks * self._parts.apart + parts).ravel()
         offsets = (piece.offsets + parts * self._part_bytes).ravel()
         order = np.argsort(offsets, kind="stable")
@@ -94,7 +94,7 @@ class Places:
 
 
 def without_nulls(pieces: Sequence[Piece]) -> list[Piece]:
-    """Leave out copies of block 0, which stands for none in an engine with several groups."""
+    """Leave out copies of block 0, which means none in an engine with several groups."""
     found = []
     for layout, blocks, offsets in pieces:
         there = blocks != 0

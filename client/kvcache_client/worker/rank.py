@@ -1,4 +1,4 @@
-"""What the saves, loads and checks of a rank share."""
+"""The state that the saves, loads and checks of a rank share."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class Rank:
 
     Attributes:
         device: copies its blocks, once its KV tensors are known.
-        namespace: the one that it has joined, if any.
+        namespace: the namespace that it has joined, if any.
         epoch: counts changes of the weights.
-        abandoned: whether its blocks are given to other requests without a fence, so that what is read may be wrong.
+        abandoned: whether its blocks are given to other requests without a fence, so that reads may be wrong.
     """
 
     def __init__(self, session: Session, number: int, layout: KVLayout) -> None:
@@ -35,7 +35,7 @@ class Rank:
         self.abandoned = False
 
     def check_read(self, done: Job) -> None:
-        """Fail a job that may have read what other requests have written."""
+        """Fail a job that may have read other requests' writes."""
         if self.abandoned and not done.error:
             done.error = "its blocks may have been overwritten"
 
@@ -63,7 +63,7 @@ def jobs_of(
 ) -> list[Job]:
     """Return a copy for each section of each piece, section by section.
 
-    `ended` gets the last one once all have ended, with what became of them together.
+    `ended` gets the last one once all have ended, with their joint result.
     """
     if len(pieces) == len(sections) == 1:
         (piece,) = pieces

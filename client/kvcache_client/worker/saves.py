@@ -20,7 +20,7 @@ logger = logging.getLogger("vllm.kvcache.worker")
 
 @dataclass(slots=True)
 class _Stored:
-    """What has been stored of one request, for one log line once all of it is stored."""
+    """The stored blocks of one request, for one log line once all of them are stored."""
 
     jobs: int = 0
     blocks: int = 0
@@ -41,7 +41,7 @@ class Saves:
 
     @property
     def running(self) -> int:
-        """How many saves are not settled yet."""
+        """The number of saves that are not settled yet."""
         with self._lock:
             return sum(stored.jobs for stored in self._stored.values())
 
@@ -108,7 +108,7 @@ class Saves:
             logger.debug("%s", line)
 
     def finish(self, request: str) -> None:
-        """Log what was stored of a request of which no more saves come, once they have ended."""
+        """Log the stored blocks of a request that has no more saves, once its running saves have ended."""
         with self._lock:
             stored = self._stored.get(request)
             if stored is None:

@@ -1,4 +1,4 @@
-"""Which rank writes, and which ranks read, each shard of a block. Pure."""
+"""Which rank writes each shard of a block, and which ranks read it. Pure."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import NamedTuple
 class Shards(NamedTuple):
     """How the ranks of an engine hold a block: `number` shards.
 
-    Each rank holds `parts` consecutive ones, and `replicas` consecutive ranks hold the same. A part is a KV head, or
-    else a stripe of the rank's bytes.
+    Each rank holds `parts` consecutive shards, and `replicas` consecutive ranks hold the same ones. A part is a KV
+    head, or else a stripe of the rank's bytes.
     """
 
     number: int
@@ -18,7 +18,7 @@ class Shards(NamedTuple):
     by_head: bool = False
 
     def of_rank(self, rank: int) -> tuple[range, tuple[int, ...]]:
-        """Return the shards that `rank` reads, and which of them it writes: its replicas share the work."""
+        """Return the shards that `rank` reads, and those of them that it writes: its replicas share the work."""
         first = rank // self.replicas * self.parts
         writes = range(rank % self.replicas, self.parts, self.replicas)
         return range(first, first + self.parts), tuple(first + part for part in writes)

@@ -1,4 +1,4 @@
-"""Pure: whether KV that was computed again is what the cache has.
+"""Pure: whether KV that was computed again matches the cached KV.
 
 The same tokens give the same KV up to noise: sums are taken in another order when a prompt is split differently, or
 computed beside others. Errors in a cached block look different, and each rule detects one kind:
@@ -7,7 +7,8 @@ computed beside others. Errors in a cached block look different, and each rule d
     in a piece   a foreign or a torn block: somewhere nothing matches
     a spike      a flipped bit: one value is far off among neighbours that match
 
-A token that is routed to another expert causes strong noise, but in few tokens and spread over their values: no spike.
+A token that is routed to another expert causes strong noise, but in few tokens and spread over their values: not a
+spike.
 """
 
 from __future__ import annotations
@@ -20,19 +21,19 @@ import numpy.typing as npt
 Floats = npt.NDArray[np.float32]
 
 PIECE = 4096  # values
-WINDOW = 64  # values that stand beside each other, mostly of one token and head
-CALM = 1 / 32  # of the spike: half of its neighbours are off by less
-_CHUNK = 1 << 20  # values looked at together
+WINDOW = 64  # adjacent values, mostly of one token and head
+CALM = 1 / 32  # of the spike: half of its neighbors are off by less
+_CHUNK = 1 << 20  # values compared at a time
 
 
 class Format(NamedTuple):
     """How values lie in memory, and how far they may be off.
 
     Attributes:
-        limit: of a block's norm; four times and more what other chunks do to a dense model of 32 layers, see
+        limit: of a block's norm; at least four times the effect of other chunks on a dense model of 32 layers, see
             tests/bench/noise.py.
-        piece: of a piece's norm; what does not belong there is off by 1 and more.
-        spike: of a value, or of its neighbours' root mean square where that is more: several of the dtype's steps.
+        piece: of a piece's norm; foreign values are off by 1 or more.
+        spike: of a value, or of its neighbors' root mean square if that is larger: several of the dtype's steps.
     """
 
     name: str
@@ -52,12 +53,12 @@ FORMATS = {
         Format("float8_e5m2", 1, 0.3, 0.9),
     )
 }
-# What vLLM calls an 8-bit KV cache, which lies in tensors of plain bytes.
+# vLLM's names for an 8-bit KV cache, which lies in tensors of plain bytes.
 _BYTES = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
 
 
 def find_format(dtypes: set[str], kv_dtype: str, experts: bool = False) -> Format | None:
-    """Return the format of a cache whose tensors are of `dtypes`, None where noise and faults cannot be distinguished.
+    """Return the format of a cache whose tensors are of `dtypes`, None if noise and faults cannot be distinguished.
 
     `kv_dtype` is the engine's name for the cache's dtype. In a model with `experts` the last bits sometimes decide
     which expert computes a token, and the layers above see the difference.
@@ -69,13 +70,13 @@ def find_format(dtypes: set[str], kv_dtype: str, experts: bool = False) -> Forma
     form = FORMATS.get(name)
     if form is None or not experts:
         return form
-    # At least twice what was seen with random weights in the routers. A channel that is large everywhere is off by much
-    # more than its neighbours, so that only a very large deviation counts as a spike.
+    # At least twice the values seen with random weights in the routers. A channel that is large everywhere is off by
+    # much more than its neighbors, so that only a very large deviation counts as a spike.
     return form._replace(limit=0.6, piece=0.9, spike=16.0)
 
 
 def difference(stored: memoryview, computed: memoryview, form: Format) -> str:
-    """Return what distinguishes `stored` from `computed`, bytes of one shard each, beyond noise; "" where nothing does.
+    """Describe the difference beyond noise of `stored` and `computed`, bytes of one shard each; "" if there is none.
 
     NaN in both counts as equal: memory that was never written may hold anything.
     """
@@ -137,7 +138,7 @@ def _squares(values: npt.NDArray[np.floating]) -> npt.NDArray[np.float64]:
 
 
 def _ratios(off: npt.NDArray[np.float64], norm: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """Return the relative errors of pieces: infinite where something is beside nothing."""
+    """Return the relative errors of pieces: infinite if values other than 0 are compared with zeros."""
     beside = np.where(norm > 0, norm, 1)
     ratios: npt.NDArray[np.float64] = np.sqrt(np.where(norm > 0, off / beside, np.where(off > 0, np.inf, 0)))
     return ratios

@@ -1,4 +1,4 @@
-"""Checks, on a rank, that the region holds what was stored, and what the engine would compute.
+"""Checks, on a rank, that the region holds the bytes that were stored, and those that the engine would compute.
 
 The checks run on threads of their own, so that neither a step of the engine nor the next copy waits for them. A load
 does wait, so several threads share a large one. The daemon forgets a block that fails, and names its writer.
@@ -26,7 +26,7 @@ from kvcache_proto.types import MAX_BLOCKS, REF_BYTES, Finding, NamespaceSpec, u
 
 logger = logging.getLogger("vllm.kvcache.worker")
 
-THREADS = 4  # for one load: three reach 100 GB/s, the bandwidth of memory
+THREADS = 4  # for one load: three reach 100 GB/s, the memory bandwidth
 _SHARE = 4 << 20  # bytes that are worth a thread
 _REPORTED = MAX_BLOCKS * REF_BYTES  # bytes of references at a time
 _PATIENCE = 1.0  # seconds for the daemon to forget a wrong block
@@ -38,12 +38,12 @@ _SAID = {
 
 
 class Verifier:
-    """Checks the shards of blocks that a rank `reads`, which follow each other, and sums up those that it `writes`."""
+    """Checks the shards of blocks that a rank `reads`, which are consecutive, and sums up those that it `writes`."""
 
     def __init__(self, reads: Sequence[int], writes: Sequence[int], counts: Counters) -> None:
         self._reads, self._writes, self._counts = reads, writes, counts
         self._shards = 0
-        self._parts: list[dict[int, tuple[int, int]]] = []  # of each group, begin in a slot and bytes of each shard
+        self._parts: list[dict[int, tuple[int, int]]] = []  # of each group, offset in a slot and bytes of each shard
         self._saved = ThreadPoolExecutor(1, "kvcache-sum-saves")
         self._loaded = ThreadPoolExecutor(1, "kvcache-sum-loads")
         self._helpers = ThreadPoolExecutor(THREADS - 1, "kvcache-sum-helper")
@@ -57,7 +57,8 @@ class Verifier:
         self._block_bytes = [group.block_bytes for group in spec.groups]
 
     def after_save(self, region: Region, job: SaveJob, then: Callable[[bytes], None]) -> None:
-        """Pass the checksums of what `job` has written, one per position and shard, to `then` on another thread."""
+        """Pass the checksums of the blocks that `job` has written, one per position and shard, to `then` on another
+        thread."""
 
         def work() -> None:
             packed, parts, refs = b"", self._parts[job.group], pick_refs(job.refs, job.summed)
@@ -65,7 +66,7 @@ class Verifier:
                 block_bytes = self._block_bytes[job.group]
                 sums = [sum_up(region.views(refs, block_bytes, *parts[shard])) for shard in self._writes]
                 packed = pack_sums(len(job.positions), job.summed, np.stack(sums, axis=1))
-            except Exception:  # the settlement must not wait for ever; it is as good without checksums
+            except Exception:  # the settlement must not wait forever; it is as good without checksums
                 logger.exception("no checksums of request %s", job.request)
                 self._counts.add("sums_failed")
             then(packed)
@@ -75,7 +76,7 @@ class Verifier:
     def after_load(self, region: Region, job: LoadJob, then: Callable[[npt.NDArray[np.bool_] | None], None]) -> None:
         """Pass to `then`, on another thread, whether each slot of `job` matches the checksum taken when it was stored.
 
-        None where that cannot be determined.
+        None if that cannot be determined.
         """
 
         def work() -> None:
@@ -98,7 +99,7 @@ class Verifier:
         self._loaded.submit(work)
 
     def compare(self, namespace: Namespace, region: Region, job: CheckJob, computed: memoryview, form: Format) -> None:
-        """Compare the slots of `job` with what the engine has `computed`, in their order, on another thread."""
+        """Compare the slots of `job` with the `computed` blocks of the engine, in order, on another thread."""
 
         def work() -> None:
             inside = self._parts[0][self._reads[0]][0]
@@ -110,7 +111,7 @@ class Verifier:
                     theirs = views[0] if len(views) == 1 else memoryview(b"".join(views))
                     if why := difference(theirs, mine, form):
                         found[number] = why
-                # Asked last: what was read belongs to the block only if this still holds after the comparison.
+                # Checked last: the bytes belong to the block only if this still holds after the comparison.
                 current = region.current(job.refs)
             except Exception:  # the pool would swallow it
                 logger.exception("the canary of request %s cannot be compared", job.request)
@@ -130,8 +131,8 @@ class Verifier:
     def alarm(self, namespace: Namespace, region: Region, refs: bytes, finding: Finding, request: str) -> None:
         """Have the daemon forget the blocks in `refs`; count and log them, with the names of their writers.
 
-        Waits for its answer: the engine computes and saves these blocks again, and as long as the daemon has the wrong
-        ones, it refuses theirs.
+        Waits for its answer: the engine computes and saves these blocks again, and the daemon refuses them as long as
+        it has the wrong ones.
         """
         for at in range(0, len(refs), _REPORTED):
             self._alarm_some(namespace, region, refs[at : at + _REPORTED], finding, request)

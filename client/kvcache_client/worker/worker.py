@@ -1,7 +1,7 @@
 """A rank's side: it carries out plans and decides nothing.
 
-It settles its own shard of every block that it copies, on the thread that saw the end of the copy: an engine that has
-gone idle takes no more steps.
+It settles its own shard of every block that it copies, on the thread that saw the end of the copy: an idle engine takes
+no more steps.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ _LATE = "the executor bypasses Worker.execute_model, so that blocks may be overw
 
 
 class Report(NamedTuple):
-    """What a rank reports to the scheduler's side since the last time. `declined`, `carried` and `ready` have an entry
-    for this rank if that has changed.
+    """A rank's report to the scheduler's side since the last one. `declined`, `carried` and `ready` have an entry for
+    this rank if its value has changed.
 
     Attributes:
         verdicts: the daemon's verdicts on settlements.
-        declined: why this rank takes no part in the cache, "" if it takes part again.
+        declined: the reason that this rank takes no part in the cache, "" if it takes part again.
         given_away: the saves, by reservation and first position, that were cancelled.
         carried: the seconds that a thread takes to carry one block of the engine, 0 if copies need no thread.
-        arrived: the requests of layered loads that have ended, and how many seconds each copy took.
+        arrived: the requests of layered loads that have ended, and the seconds that each copy took.
         ready: whether the engine announces its layers to this rank.
     """
 
@@ -63,7 +63,7 @@ class Worker:
     """One rank. The rank's own thread calls `begin`, `load` and `received` in every step.
 
     Attributes:
-        loads: the loads of this rank; its `early` ones are told of the layers of a step if it `listens`.
+        loads: the loads of this rank; its `early` ones get the layers of a step if they `listens`.
     """
 
     def __init__(
@@ -90,16 +90,16 @@ class Worker:
         self.loads = Loads(self._rank)
         self._checks = CanaryChecks(self._rank)
         self._registration = registration
-        self._declined = ""  # why this rank takes no part, whatever the daemon says
+        self._declined = ""  # why this rank takes no part, whatever the daemon answers
         self._joining = facts.joins_later
-        self._reported = _JOINING if facts.joins_later else ""  # why it takes no part, as the scheduler's side knows
+        self._reported = _JOINING if facts.joins_later else ""  # the last reported reason
         self._begun = self._loaded = 0  # numbers of the last plans carried out
         self._follow(spec)
         session.add_counts(self._rank.counts.snapshot)
 
     @property
     def counters(self) -> dict[str, int]:
-        """What was skipped or failed, by reason."""
+        """The numbers of skipped and failed jobs and blocks, by reason."""
         return self._rank.counts.snapshot()
 
     @property
@@ -112,14 +112,14 @@ class Worker:
 
     @property
     def saving(self) -> int:
-        """How many saves are not settled yet."""
+        """The number of saves that are not settled yet."""
         return self._saves.running
 
     def register(self, kv_caches: dict[str, Any], num_blocks: int) -> None:
         """Take the KV tensors, one or several per layer, and join the namespace.
 
-        Raises ConfigError if they do not hold what the KV cache specification says, Unsupported for a device that this
-        version cannot copy from, CopyError if copies do not work. The caller then calls `decline`.
+        Raises ConfigError if they do not match the KV cache specification, Unsupported for a device that this version
+        cannot copy from, CopyError if copies do not work. The caller then calls `decline`.
         """
         layout, tensors = self._layout, list(flatten(kv_caches.values()))
         layouts = layout.read_caches(kv_caches, num_blocks)
@@ -132,7 +132,7 @@ class Worker:
         self._rank.device = device
         if sections:
             self.loads.early.layered = LayeredLoads(device, ends, sections)
-        if layout.facts.groups:  # the values that are compared are those of the full group
+        if layout.facts.groups:  # the full group's values are compared
             tensors = list(flatten(kv_caches[name] for table in layout.facts.groups[0] for name in table.layers))
         dtypes = {str(tensor.dtype).removeprefix("torch.") for tensor in tensors}
         self._checks.set_dtypes(dtypes)
@@ -164,12 +164,12 @@ class Worker:
             self.decline(str(error))
 
     def decline(self, why: str) -> None:
-        """Take no part in the cache from now on. The scheduler's side learns it with the next step, and logs it."""
+        """Take no part in the cache from now on. The scheduler's side gets this with the next step, and logs it."""
         self._declined = why
         logger.info("rank %d takes no part in the cache: %s", self._rank.number, why)
 
     def abandon(self) -> None:
-        """Let all that still reads the engine's blocks fail: they are given to others without a fence from now on."""
+        """Let all jobs that still read the engine's blocks fail: from now on, these are given away without a fence."""
         self._rank.abandoned = True
         self.loads.early.wait_all()
 
@@ -242,7 +242,7 @@ class Worker:
         return errors
 
     def take_report(self) -> Report:
-        """Return what there is to report since the last call."""
+        """Return the report since the last call."""
         saves, loads = self._saves, self.loads
         return Report(
             saves.take_verdicts(),
@@ -254,8 +254,8 @@ class Worker:
         )
 
     def _take_declined(self) -> dict[int, str]:
-        """Return why this rank takes no part in the cache if that has changed; "" if it does again: the daemon that
-        refused it has been replaced."""
+        """Return the reason that this rank takes no part in the cache, if it has changed; "" if it takes part again:
+        the daemon that refused it has been replaced."""
         namespace = self._namespace
         why = self._declined or (namespace.refused if namespace is not None else "")
         if not why and self._joining:
@@ -270,7 +270,8 @@ class Worker:
     # The end.
 
     def drain(self) -> None:
-        """Wait for running copies, at most `drain_ms`: the device's memory is about to be unmapped, or this ends."""
+        """Wait for running copies, at most `drain_ms`: the device's memory is about to be unmapped, or the worker
+        ends."""
         self.loads.early.start_all()
         if self._device is not None and not self._device.drain(self._settings.drain_ms / 1000):
             self._rank.counts.add("drains_cut_short")
@@ -279,7 +280,7 @@ class Worker:
             )
 
     def close(self) -> None:
-        """Wait as `drain` does, settle the saves that are left as failed, and end the session."""
+        """Wait as `drain` does, settle the remaining saves as failed, and end the session."""
         if self._registration is not None:
             self._registration.close()
         self.drain()
