@@ -148,7 +148,7 @@ class Ticket:
         return self._resolve(None)
 
     def cancel(self) -> None:
-        """Give back granted slots, also later ones. Only before a slot was handed to a writer."""
+        """Give back the granted slots, even if they are granted later. Only before a slot was handed to a writer."""
         with self._lock:
             self._cancelled = True
             reservation = self._result

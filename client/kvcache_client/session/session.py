@@ -1,4 +1,4 @@
-"""A session with the daemon: the calls of the client's users.
+"""A session with the daemon, and the calls that it offers.
 
 The calls run on their caller's thread. One more thread, the supervisor's, keeps the session connected.
 """

@@ -1,4 +1,4 @@
-"""All that knows vLLM: the connector, plain views of its objects, its versions, and what identifies its KV.
+"""All code that knows vLLM: the connector, plain views of its objects, its versions, and the identity of its KV.
 
 It decides nothing about saves and loads, and none of its exceptions leaves a hook.
 """

@@ -1,17 +1,17 @@
-"""Which weights a LoRA adapter has that an engine's ranks have loaded: a digest of its files.
+"""The weights of a LoRA adapter that an engine's ranks have loaded, as a digest of its files.
 
 vLLM's hashes name an adapter, from 0.32 on with its path. The ranks load its files when they need them: with
-`add_lora`, in the first step of a request, and again after others took its place. No hook of a connector says so. A
-digest of the files is therefore one of what ranks have only while the files are as they were before vLLM first loaded
+`add_lora`, in the first step of a request, and again after other adapters took its place. No connector hook reports
+this. So a digest of the files matches the ranks' weights only while the files are as they were before vLLM first loaded
 them. `Adapters` looks at them (inodes, sizes, times) when vLLM first names an adapter, and again for each new request.
 
-An adapter is left alone for as long as the engine lives once that is in doubt:
+Once that is in doubt, an adapter is excluded for the rest of the engine's life:
 
 - Its files have changed. The ranks may have the old ones or the new ones, and the engine's own prefix cache has blocks
   of both under the same hashes.
 - It was to be loaded in place (`load_inplace`): from then on, ranks load it again and again.
-- What stands for it in vLLM, its number or what is in the hashes, has stood for another one.
-- Its path is no folder of this host, such as the name of a repository: each load may bring another commit.
+- Its number in vLLM, or its name in the hashes, was another adapter's before.
+- Its path is not a folder of this host, but, say, a repository's name: each load may bring another commit.
 """
 
 from __future__ import annotations
@@ -33,38 +33,39 @@ from kvcache_client.engines.vllm import compat
 logger = logging.getLogger("vllm.kvcache")
 
 CONFIG = "adapter_config.json"
-WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin", "adapter_model.pt")  # vLLM loads the first that is there
-ADAPTERS = 1 << 16  # of one engine; with more, all are left alone
-FIRST_LOOK = 1.0  # seconds that the engine waits for it; vLLM is about to read these files in the same place
+WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin", "adapter_model.pt")  # vLLM loads the first one that exists
+ADAPTERS = 1 << 16  # of one engine; with more, all are excluded
+FIRST_LOOK = 1.0  # seconds that the engine waits for it; vLLM is about to read these files from the same place
 PATIENCE = 0.05  # seconds that it waits for a later look, as for the daemon
-LOOK_AGAIN = 0.002  # seconds between two looks: requests that wait are asked about in each step
+LOOK_AGAIN = 0.002  # seconds between two looks: the engine asks for waiting requests in each step
 READING = 0.05  # seconds that the first request waits for the digest; vLLM loads these files in the same step
 _CHUNK = 1 << 20
-# What else of vLLM's configuration decides what an adapter's weights do.
+# Other fields of vLLM's configuration that decide the effect of an adapter's weights.
 _FACTS = ("lora_dtype", "target_modules", "enable_tower_connector_lora", "enable_moe_shared_loras")
 
-_watched: weakref.WeakSet[Adapters] = weakref.WeakSet()  # those that learn of `add_lora`
+_watched: weakref.WeakSet[Adapters] = weakref.WeakSet()  # those that are notified of `add_lora`
 
 
 class Adapters:
-    """Of one engine. Called by its scheduler's thread, which waits for a file no longer than the constants say."""
+    """The adapters of one engine. Called by its scheduler's thread, which waits for files only as long as the constants
+    say."""
 
     def __init__(self, config: Any, doubt: Callable[[set[int]], None]) -> None:
-        """`config` is the engine's `lora_config`: the very object, by which it is recognized.
+        """`config` is the engine's `lora_config`: the object itself, by which it is recognized.
 
-        `doubt` is called with the numbers of an adapter when its digest may no longer be that of what the ranks have:
-        what its running requests compute from now on is of unknown content.
+        `doubt` is called with the numbers of an adapter when its digest may no longer match the ranks' weights: the
+        blocks that its running requests compute from now on have unknown content.
         """
         self.config = config
         self._facts = repr([(name, str(getattr(config, name, None))) for name in _FACTS])
         self._doubt = doubt
         self._files: dict[tuple[str, bool], _Files] = {}
-        self._claims: dict[object, _Files] = {}  # what stands for an adapter in vLLM
+        self._claims: dict[object, _Files] = {}  # by each number or name of an adapter in vLLM
         self._looks, self._reads = _Reader("looks"), _Reader("reads")
         self._hears = _hear_of_loads(self)
 
     def digest(self, lora: Any) -> tuple[bytes, str]:
-        """Return the digest of an adapter, or b"" and why the blocks of its requests are left alone."""
+        """Return the digest of an adapter, or b"" and the reason that the blocks of its requests are not cached."""
         files = self._claim(lora)
         if files is None or files.doubtful:
             return b"", "lora"
@@ -84,7 +85,8 @@ class Adapters:
         self._claim(lora)
 
     def _claim(self, lora: Any) -> _Files | None:
-        """Return the files of an adapter. Where vLLM has named others in the same way, both are in doubt from now."""
+        """Return the files of an adapter. If vLLM has named other files in the same way, both are in doubt from now
+        on."""
         if not self._hears:
             return None
         source = (os.path.abspath(os.path.expanduser(lora.lora_path)), bool(getattr(lora, "is_3d_lora_weight", False)))
@@ -95,7 +97,7 @@ class Adapters:
                 return None
             files = self._files[source] = _Files(source[0], f"{self._facts}{source[1]}")
             if not self._look(files, FIRST_LOOK):
-                files.changed = True  # for all that is known: it may be loaded before they are looked at
+                files.changed = True  # possibly: it may be loaded before they are looked at
             self._reads.do(files.take_digest)
         files.numbers.add(lora.lora_int_id)
         for claim in (lora.lora_int_id, compat.lora_in_hashes(lora)):
@@ -110,7 +112,7 @@ class Adapters:
         return files
 
     def _look(self, files: _Files, patience: float) -> bool:
-        """Return whether its files were looked at within so many seconds."""
+        """Return whether the files were looked at within `patience` seconds."""
         done = threading.Event()
 
         def look() -> None:
@@ -131,12 +133,12 @@ class _Files:
     """The files of one adapter.
 
     Attributes:
-        numbers: what vLLM calls the adapter.
+        numbers: vLLM's numbers for the adapter.
         digest: b"" while it is not known.
         read: set once it is known, or never will be.
-        changed: whether they are not, or are not known to be, what they were when they were first looked at.
-        doubtful: whether the ranks may have others.
-        looked_at: when they were looked at last, for a request.
+        changed: whether they have changed, or may have changed, since they were first looked at.
+        doubtful: whether the ranks may have other files.
+        looked_at: when they were last looked at, for a request.
         current: whether that look came in time.
         awaited: whether a request has waited for the digest.
     """
@@ -152,7 +154,7 @@ class _Files:
         self.looked_at = 0.0
 
     def look(self) -> None:
-        """Compare them with what they were first."""
+        """Compare the files with their first state."""
         try:
             now = _signature(self.folder)
         except OSError as error:
@@ -177,7 +179,7 @@ class _Files:
 
 
 class _Reader:
-    """Does what touches files, in a thread that may hang where their file system does."""
+    """Runs jobs that touch files, on a thread that may hang if their file system does."""
 
     def __init__(self, name: str) -> None:
         self._name = f"kvcache-adapters-{name}"
@@ -199,7 +201,7 @@ def _work(jobs: SimpleQueue[Callable[[], None] | None]) -> None:
 
 
 def _signature(folder: str) -> tuple[Any, ...] | None:
-    """Return what changes whenever the files that vLLM would load do; None where there is no adapter."""
+    """Return a value that changes whenever the files that vLLM would load change; None if there is no adapter."""
     found: list[tuple[int, ...] | None] = []
     for name in (CONFIG, *WEIGHTS):
         try:
@@ -212,7 +214,7 @@ def _signature(folder: str) -> tuple[Any, ...] | None:
 
 
 def _digest(folder: str, facts: str) -> bytes:
-    """Return a digest of the whole files. Fine-tuning may change a few values, which samples would miss."""
+    """Return a digest of the whole files. Fine-tuning may change only a few values, which samples would miss."""
     digest = hashlib.blake2b(facts.encode(), digest_size=32)
     weights = [path for name in WEIGHTS if (path := Path(folder, name)).is_file()]
     for path in (Path(folder, CONFIG), *weights[:1]):
@@ -241,7 +243,7 @@ def _heard(add_lora: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(add_lora)
     def wrapped(core: Any, lora_request: Any) -> Any:
         every = list(_watched)
-        # The instance's id does not tell: it may change once the engine has started.
+        # The instance's id does not identify it: it may change once the engine has started.
         for adapters in [each for each in every if each.config is core.vllm_config.lora_config] or every:
             try:
                 adapters.loading(lora_request)

@@ -1,6 +1,6 @@
-"""What versions of vLLM, 0.23 to 0.33, do differently. Each difference is found by feature, not by version number.
+"""The differences between vLLM 0.23 to 0.33. Each difference is found by feature, not by version number.
 
-It imports nothing of vLLM before a function is called, and reads configurations by attribute.
+It imports nothing from vLLM before a function is called, and reads configurations by attribute.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ SLEEPS = ("sleep", "discard")  # methods of a worker that unmap device memory; `
 
 
 def cache_hit_source() -> Any:
-    """Return what the connector's `_cache_hit_source` is, None before 0.32."""
+    """Return the connector's `_cache_hit_source`, None before 0.32."""
     try:
         from vllm.v1.metrics.cache_hit_source import CacheHitSource
     except ImportError:
@@ -23,9 +23,9 @@ def cache_hit_source() -> Any:
 
 
 def fixed_seed(hash_function: Any) -> str:
-    """Return what the chain of block hashes begins with where PYTHONHASHSEED is not set, "" where that is random.
+    """Return the seed of the chain of block hashes if PYTHONHASHSEED is not set, "" if it is random.
 
-    0.32 fixed it for the cryptographic hash functions; before, each process draws it.
+    From 0.32 on it is fixed for the cryptographic hash functions; before, each process draws it.
     """
     from vllm.v1.core import kv_cache_utils
 
@@ -35,10 +35,11 @@ def fixed_seed(hash_function: Any) -> str:
 
 
 def process_layout(vllm_config: Any, spec: Any = None) -> str:
-    """Return the KV layout before 0.32, where it is a setting of the process; "" from 0.32 on: see `kv_layout`.
+    """Return the KV layout before 0.32, when it is a setting of the process; "" from 0.32 on: see `kv_layout`.
 
-    An attention backend that requires a layout sets it where the model is made. A process without the model, such as
-    the scheduler's of an engine whose ranks are processes, gives the `spec` of a layer, and the backend is asked here.
+    An attention backend that requires a layout sets it in the process that makes the model. A process without the
+    model, such as the scheduler's of an engine whose ranks are processes, passes the `spec` of a layer, and the backend
+    is queried here.
 
     vLLM asserts that a configuration is current, and the scheduler's process of an engine with several ranks has none.
     """
@@ -59,29 +60,29 @@ def process_layout(vllm_config: Any, spec: Any = None) -> str:
             required = backend.get_required_kv_cache_layout()
         except (AssertionError, AttributeError, ImportError, NotImplementedError, ValueError):  # it wants to know more
             required = None
-        set_kv_cache_layout(None)  # what the backend requires is returned, and this process stays as it was
+        set_kv_cache_layout(None)  # the required layout is returned, and this process stays as it was
         return str(required or get_kv_cache_layout())
 
 
 def kv_layout(kv_cache_config: Any) -> str:
-    """Return the KV layout where the configuration has it, as from 0.32 on; else ""."""
+    """Return the KV layout if the configuration has it, as from 0.32 on; else ""."""
     return str(getattr(kv_cache_config, "kv_cache_layout", None) or "")
 
 
 def head_major_layout() -> str:
-    """Return the name of the layout in which a layer's block has its heads one after the other."""
+    """Return the name of the layout in which a layer's block has its heads one after another."""
     try:
         from vllm.v1 import kv_cache_layout  # noqa: F401
     except ImportError:
         return "HND"
-    return "LBHNC"  # "HND" is understood, too, but other connectors of a MultiConnector ask for this name
+    return "LBHNC"  # "HND" works, too, but other connectors of a MultiConnector request this name
 
 
 def allocated_bytes(tensors: Sequence[Any]) -> int:
     """Return the bytes of all KV tensors of a rank.
 
-    From 0.32 on, and before that where they are packed (0.27), tensors are views of one allocation, and each says its
-    size. Otherwise each is its own.
+    From 0.32 on, and before that if they are packed (0.27), tensors are views of one allocation, and each has its size.
+    Otherwise each is its own allocation.
     """
     first = tensors[0]
     if hasattr(first, "layers") or getattr(first, "block_stride", 0) > 0:
@@ -92,7 +93,7 @@ def allocated_bytes(tensors: Sequence[Any]) -> int:
 def places_layers(kv_cache_config: Any) -> bool:
     """Return whether the configuration has the place of each layer's pages, as from 0.32 on.
 
-    These versions also take failed loads by request; before, only by block, which they can do for one group.
+    These versions also accept failed loads by request; earlier ones only by block, and only for one group.
     """
     tensors = kv_cache_config.kv_cache_tensors
     return bool(tensors) and all(hasattr(tensor, "layers") for tensor in tensors)
@@ -115,14 +116,14 @@ def page_strides(kv_cache_config: Any) -> Iterator[tuple[int, int]]:
         elif getattr(tensor, "block_stride", 0) == 0:
             size = int(tensor.size) // int(kv_cache_config.num_blocks)
             yield size, size
-        else:  # packed, where a page's size is not said
+        else:  # packed, with no size of a page
             yield 1, int(tensor.block_stride)
 
 
 def announces_layers(vllm_config: Any) -> bool:
     """Return whether an engine may call `wait_for_layer_load` whenever a layer of a prompt is computed.
 
-    Not where whole batches with prompts are replayed from a graph, nor where two halves of a batch run side by side.
+    It does not if whole batches with prompts are replayed from a graph, or if two halves of a batch run side by side.
     """
     mode = getattr(vllm_config.compilation_config, "cudagraph_mode", None)
     mixed = mode.mixed_mode() if mode is not None and hasattr(mode, "mixed_mode") else mode
@@ -138,24 +139,24 @@ def boundary_states(scheduler_output: Any) -> dict[str, list[tuple[int, int, int
 
 
 def evicted_next(block_pool: Any, count: int) -> Iterator[int]:
-    """Yield `count` device blocks, fewer where no more are free, in the order in which vLLM gives them away."""
+    """Yield `count` device blocks, fewer if no more are free, in the order in which vLLM gives them away."""
     block = block_pool.free_block_queue.fake_free_list_head.next_free_block if block_pool is not None else None
-    while count and block is not None and block.next_free_block is not None:  # the last one is no block
+    while count and block is not None and block.next_free_block is not None:  # the last one is not a block
         yield block.block_id
         block, count = block.next_free_block, count - 1
 
 
 def written_early(scheduler_output: Any) -> list[int]:
-    """Return the blocks that a runner zeroes or copies others to at the beginning of a step.
+    """Return the blocks that a runner zeroes, or copies other blocks to, at the beginning of a step.
 
-    A request that got some of them may have been preempted since, so that they belong to none.
+    A request that received some of them may have been preempted since, so that they belong to no request.
     """
     copies = getattr(scheduler_output, "kv_cache_block_copies", None) or ()  # from 0.27 on
     return [*(scheduler_output.new_block_ids_to_zero or ()), *(target for _, target in copies)]
 
 
 def hash_of(block_pool: Any, block: int) -> bytes:
-    """Return the hash under which vLLM's prefix cache has a device block of its first group, b"" if it has not."""
+    """Return the hash of a device block of the first group in vLLM's prefix cache, b"" if it is not there."""
     from vllm.v1.core.kv_cache_utils import get_block_hash
 
     key = block_pool.blocks[block].block_hash
@@ -163,19 +164,19 @@ def hash_of(block_pool: Any, block: int) -> bytes:
 
 
 def kv_replicas(kv_cache_config: Any) -> int | None:
-    """Return how many consecutive ranks have the same KV, None before 0.32, which does not say."""
+    """Return the number of consecutive ranks that have the same KV, None before 0.32, which does not report it."""
     replicas = getattr(kv_cache_config, "kv_tp_replicas", None)
     return None if replicas is None else int(replicas)
 
 
 def hash_block_size(kv_cache_config: Any) -> int | None:
-    """Return the tokens of a block hash, None where that is not said: it is the block size for one group."""
+    """Return the tokens per block hash, None if it is not given: for one group it is the block size."""
     size: int | None = getattr(kv_cache_config, "hash_block_size", None)
     return size
 
 
 def context_parallel(parallel_config: Any) -> Iterator[tuple[str, int]]:
-    """Yield the kinds of context parallelism, by the name of their setting, and how many ranks each has."""
+    """Yield the kinds of context parallelism, by the name of their setting, and the number of ranks of each."""
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         yield name, int(getattr(parallel_config, name, None) or 1)
 
@@ -186,21 +187,21 @@ def computes_scales(cache_config: Any) -> bool:
 
 
 def quantizes_loaded_kv(vllm_config: Any) -> bool | None:
-    """Return whether a vllm-ascend engine with that option quantizes KV: only where it loads KV. None without it."""
+    """Return whether a vllm-ascend engine with that option quantizes KV: only if it loads KV. None without it."""
     if not getattr(getattr(vllm_config, "quant_config", None), "enable_fa_quant", False):
         return None
     return bool(vllm_config.kv_transfer_config.is_kv_consumer)
 
 
 def lora_in_hashes(lora: Any) -> tuple[Any, ...]:
-    """Return what block hashes have of a LoRA adapter: its name, from 0.32 on also its path."""
+    """Return the part of block hashes that names a LoRA adapter: its name, from 0.32 on also its path."""
     from vllm.v1.core import kv_cache_utils
 
     return tuple(kv_cache_utils._gen_lora_extra_hash_keys(SimpleNamespace(lora_request=lora)))
 
 
 def event_fields(request: Any) -> dict[str, Any]:
-    """Return the fields of a BlockStored that are about the request."""
+    """Return the fields of a BlockStored that describe the request."""
     lora = request.lora_request
     fields = {"lora_id": lora.adapter_id if lora else None, "lora_name": lora.name if lora else None}
     if hasattr(request, "session_id"):  # from 0.32 on
@@ -209,7 +210,7 @@ def event_fields(request: Any) -> dict[str, Any]:
 
 
 def event_extra_keys(keys: list[Any]) -> list[Any]:
-    """Return the extra keys of blocks as events have them: from 0.32 on without the tags that they have in hashes."""
+    """Return the extra keys of blocks as in events: from 0.32 on without the tags that they have in hashes."""
     from vllm.v1.core import kv_cache_utils
 
     untagged = getattr(kv_cache_utils, "to_event_extra_keys", list)
@@ -219,7 +220,7 @@ def event_extra_keys(keys: list[Any]) -> list[Any]:
 def reads_next_token(vllm_config: Any) -> bool:
     """Return whether a drafter's KV depends on the next token: vLLM then computes the last block of a hit again.
 
-    From 0.32 on the drafter's configuration says so, and may be told to keep that block.
+    From 0.32 on this is in the drafter's configuration, which has an option to keep that block.
     """
     drafter = vllm_config.speculative_config
     if drafter is None:
@@ -231,7 +232,7 @@ def reads_next_token(vllm_config: Any) -> bool:
 def stops_before_loading_requests() -> bool:
     """Return whether a request that does not fit into device memory stops the engine from seeing those that load.
 
-    From 0.32 on, the scheduler keeps those in a queue of their own.
+    From 0.32 on, the scheduler keeps loading requests in a separate queue.
     """
     from vllm.v1.core.sched.scheduler import Scheduler
 
@@ -239,15 +240,15 @@ def stops_before_loading_requests() -> bool:
 
 
 def asks_in_order(vllm_config: Any) -> bool:
-    """Return whether each waiting request is seen before those that came later.
+    """Return whether each waiting request is seen before all later ones.
 
-    Not with priorities, nor if requests are set aside because too many LoRA adapters run already.
+    It is not with priorities, or if requests are set aside because too many LoRA adapters are running.
     """
     policy = getattr(vllm_config.scheduler_config, "policy", "fcfs")
     return policy == "fcfs" and getattr(vllm_config, "lora_config", None) is None
 
 
 def lookahead(vllm_config: Any) -> int:
-    """Return for how many tokens a request needs room in a step beyond those that it has."""
+    """Return the number of tokens beyond its own for which a request needs room in a step."""
     drafter = vllm_config.speculative_config
     return 1 + (int(drafter.num_speculative_tokens or 0) + 1 if drafter is not None else 0)

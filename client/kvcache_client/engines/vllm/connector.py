@@ -1,4 +1,4 @@
-"""The vLLM connector: every call goes to the scheduler's or the rank's side, and nothing is decided here.
+"""The vLLM connector: it passes every call to the scheduler's or the rank's side, and decides nothing.
 
 An engine that cannot be cached is declined with one log line, and runs as if there were no connector.
 """
@@ -100,22 +100,22 @@ class StepMetadata(KVConnectorMetadata):
 
 @dataclass
 class RankShare(KVConnectorHandshakeMetadata):
-    """What a rank stores of a slot, where the scheduler's side cannot know."""
+    """A rank's share of a slot, if the scheduler's side cannot know it."""
 
     share: Share
 
 
 @dataclass
 class RankReport(KVConnectorWorkerMetadata):
-    """What ranks report to the scheduler's side, each item once.
+    """The ranks' report to the scheduler's side, each item once.
 
     Attributes:
-        verdicts: the daemon's verdicts on the blocks that ranks saved; only where events are wanted.
-        declined: why a rank takes no part in the cache, by rank; "" for one that takes part again.
-        carried: seconds that a rank's thread takes to carry one of the engine's blocks, by rank; 0 where it need not.
-        timed: numbers of plans that say that their step is timed, which has ended.
+        verdicts: the daemon's verdicts on the blocks that ranks saved; only if events are enabled.
+        declined: the reason that a rank takes no part in the cache, by rank; "" for one that takes part again.
+        carried: seconds that a rank's thread takes to carry one of the engine's blocks, by rank; 0 if it need not.
+        timed: numbers of the plans of timed steps that have ended.
         given_away: saves, by reservation and first position, that had not begun when their blocks were given away.
-        arrived: layered loads, by request, that have ended on a rank, and how many seconds their copies took.
+        arrived: layered loads, by request, that have ended on a rank, and the seconds that their copies took.
         ready: whether the engine announces its layers to a rank, by rank.
     """
 
@@ -160,19 +160,20 @@ class KVCacheServerConnector(KVConnectorBase_V1, SupportsHMA):
         self._wants_events = False
         self._events: HostEvents | None = None  # of the scheduler's side
         self._role, self._rank = role, 0
-        self._share: RankShare | None = None  # of a rank, where the scheduler's side needs it
-        self._open_with: Callable[[list[Share]], None] | None = None  # opens the scheduler's side once it has them all
-        self._fault = ""  # of a side that was given up, until the other side knows it
+        self._share: RankShare | None = None  # a rank's own, if the scheduler's side needs it
+        self._open_with: Callable[[list[Share]], None] | None = None  # opens the scheduler's side once all are there
+        self._fault = ""  # of a side that was given up, until the other side knows
         self._step = 0  # the last plan's number
         # Loads that the engine waits for, by request, with their device blocks: on the scheduler's side those that no
-        # plan has yet, on a rank those that it has not reported. Whatever fails here, the engine learns how each ended.
+        # plan has yet, on a rank those that it has not reported. Whatever fails here, each end is reported to the
+        # engine.
         self._awaited: dict[str, list[int]] = {}
         self._computed: dict[str, int] = {}  # tokens that requests had when they were offered a load
-        self._coming: set[str] = set()  # of a rank, layered loads of which it has not reported that all bytes are there
+        self._coming: set[str] = set()  # a rank's layered loads that it has not reported complete
         self._not_loaded: set[int] = set()  # device blocks of such loads that have failed
-        self._groups: list[Merged] = []  # of an engine that has not just one of full attention
-        self._failed: set[str] = set()  # of such an engine, requests whose loads have failed
-        self._announces = False  # whether the engine may say which layer it computes next
+        self._groups: list[Merged] = []  # unless the engine has just one, of full attention
+        self._failed: set[str] = set()  # in such an engine, requests whose loads have failed
+        self._announces = False  # whether the engine may announce its next layer
         self._writes_early = False  # whether a step may write to blocks before any hook is called
         self._quiet = threading.Event()  # not set while copies of a worker that was given up may still run
         self._quiet.set()
@@ -185,8 +186,8 @@ class KVCacheServerConnector(KVConnectorBase_V1, SupportsHMA):
         in_scheduler = role == KVConnectorRole.SCHEDULER
         join_logs(quiet=not in_scheduler)
         transfer = vllm_config.kv_transfer_config
-        # vLLM reads this later. Its default, "fail", cannot be distinguished from a "fail" that was set: to have that,
-        # set it in kv_connector_extra_config.
+        # vLLM reads this later. Its default, "fail", cannot be distinguished from an explicit "fail": to have that, set
+        # it in kv_connector_extra_config.
         transfer.kv_load_failure_policy = "recompute"
         settings, notes = parse_settings(transfer.kv_connector_extra_config)
         transfer.kv_load_failure_policy = settings.kv_load_failure_policy
@@ -240,7 +241,7 @@ class KVCacheServerConnector(KVConnectorBase_V1, SupportsHMA):
                 self._share = RankShare(share_of_rank(spec, self._groups, kv_cache_config))
 
     def give_up(self, where: str, error: Exception) -> None:
-        """Let the engine go on without the cache.
+        """Let the engine continue without the cache.
 
         Nothing more is offered, loaded or saved, and loads that the engine waits for have failed.
         """
@@ -250,7 +251,7 @@ class KVCacheServerConnector(KVConnectorBase_V1, SupportsHMA):
             worker.abandon()
         self._scheduler = self._worker = self._feed = None
         self._quiet.clear()
-        # Ending a session needs answers of the daemon, and ending copies takes time: no step waits for either.
+        # Ending a session needs answers from the daemon, and ending copies takes time: no step waits for either.
         threading.Thread(
             target=_leave, args=(scheduler, worker, self._session, self._quiet), name="kvcache-give-up", daemon=True
         ).start()
@@ -264,7 +265,8 @@ class KVCacheServerConnector(KVConnectorBase_V1, SupportsHMA):
         per_slot: int,
         shares: list[Share],
     ) -> None:
-        """Open the scheduler's side of an engine with pipeline stages: it knows only what the first one stores."""
+        """Open the scheduler's side of an engine with pipeline stages: by itself it knows only the first stage's
+        share."""
         ranks = self._vllm_config.parallel_config.tensor_parallel_size
         stages = [shares[at : at + ranks] for at in range(0, len(shares), ranks)]
         try:
@@ -275,7 +277,7 @@ class KVCacheServerConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler = self._open_scheduler(settings, spec, engine, per_slot, range(len(shares)))
 
     def _why_eager(self) -> str:
-        """Return what this engine lacks that lazy saves need, "" where it has all."""
+        """Return the feature that lazy saves need and this engine lacks, "" if it lacks none."""
         if self._groups:
             return "one KV cache group of full attention"
         if not self._vllm_config.cache_config.enable_prefix_caching:
@@ -390,7 +392,8 @@ class KVCacheServerConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
-        """Ask for heads before tokens where each head is to be a shard. vLLM drops this where its backend cannot."""
+        """Request heads before tokens if each head is to be a shard. vLLM drops this if its backend does not support
+        it."""
         model, wanted = vllm_config.model_config, vllm_config.kv_transfer_config.kv_connector_extra_config
         by_head = wanted.get("share_tp") is True and model is not None and not getattr(model, "use_mla", False)
         return compat.head_major_layout() if by_head else None
@@ -426,9 +429,9 @@ class KVCacheServerConnector(KVConnectorBase_V1, SupportsHMA):
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: Mapping[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
-        """Take what the ranks store, by stage and rank. Beside other connectors, this may be theirs."""
+        """Take the ranks' shares, by stage and rank. Beside other connectors, the metadata may be theirs."""
         open_with, self._open_with = self._open_with, None
-        if open_with is None:  # it is not needed, or not news
+        if open_with is None:  # not needed, or known already
             return
         parallel = self._vllm_config.parallel_config
         shares: list[Share] = []
@@ -458,7 +461,7 @@ class KVCacheServerConnector(KVConnectorBase_V1, SupportsHMA):
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         tables = blocks.get_block_ids()
         if num_external_tokens > 0:
-            # Those before may be shared with requests that run.
+            # Earlier blocks may be shared with running requests.
             tokens = engine_block_size(self._kv_cache_config)
             first = self._computed.pop(request.request_id, 0) // tokens
             self._awaited[request.request_id] = list(tables[0][first : first + -(-num_external_tokens // tokens)])
@@ -486,7 +489,7 @@ class KVCacheServerConnector(KVConnectorBase_V1, SupportsHMA):
         return plan
 
     def _last_plan(self) -> StepPlan:
-        """Return what the ranks have to know once this side was given up: nothing guards the blocks that they save.
+        """Return the plan for the ranks once this side was given up: nothing guards the blocks that they save.
 
         Loads that the engine waits for and that no plan has name no region, so that the ranks report them as failed.
         """
@@ -504,7 +507,7 @@ class KVCacheServerConnector(KVConnectorBase_V1, SupportsHMA):
             failed = getattr(connector_output, "failed_recving", None) if self._groups else None
             self._scheduler.ended(list(received or ()), set(invalid or ()), failed or ())
         copies = getattr(connector_output, "kv_connector_stats", None)
-        if isinstance(copies, CacheStats):  # beside other connectors they come wrapped, and are left out of the log
+        if isinstance(copies, CacheStats):  # beside other connectors they are wrapped, and left out of the log
             self._scheduler.copied(copies.data)
         report = connector_output.kv_connector_worker_meta
         self._scheduler.step_ended(report.timed if isinstance(report, RankReport) else ())
@@ -540,7 +543,7 @@ class KVCacheServerConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> tuple[bool, dict[str, Any] | None]:
         return self.request_finished(request, [])
 
-    @guard(lambda *_: True)  # where nothing is saved or loaded any more, there is nothing to reset
+    @guard(lambda *_: True)  # if nothing is saved or loaded any more, there is nothing to reset
     def reset_cache(self) -> bool | None:
         return True if self._scheduler is None else self._scheduler.reset()
 
@@ -548,7 +551,8 @@ class KVCacheServerConnector(KVConnectorBase_V1, SupportsHMA):
 
     @guard()
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        """Of several connectors, vLLM asks for that of one and gives it to all, of which most raise for stages."""
+        """Of several connectors, vLLM asks one for its metadata and gives it to all; with stages, most of them
+        raise."""
         return self._share if self._share is not None and get_kv_transfer_group() is self else None
 
     @guard()

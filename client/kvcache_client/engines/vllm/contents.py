@@ -1,16 +1,17 @@
-"""Pure: what a request's KV depends on beside its tokens. vLLM's hashes name it, which is not always by its content.
+"""Pure: the content besides its tokens that a request's KV depends on. vLLM's hashes name it, but do not always digest
+it.
 
 - A cache salt is content.
-- Of a LoRA adapter they have the name, from 0.32 on also the path. A digest of its files is mixed in: see `adapters`.
-- Of embeddings they have a digest of the bytes of each block, without their dtype, which is mixed in. An engine that
-  was given two dtypes of one size (float16, bfloat16) may find blocks of either under one hash in its own prefix cache,
-  and leaves all of that size alone from then on. Where there are tokens among the embeddings, the hashes do not say at
-  which positions. Such requests are left alone.
-- Images, audio and video have identifiers: a digest of the content by vLLM's front end, or whatever text a user has
-  chosen. The scheduler is not told which: where the processor has options, a digest of these and of such a text takes
-  the text's place. Such requests are left alone.
-- A prompt that grows while its request runs (streaming input) takes the place of the last token that was sampled.
-  Before 0.32, the hash of a block that this token has filled stays. Such requests are left alone.
+- A LoRA adapter is named, from 0.32 on also with its path. A digest of its files is mixed in: see `adapters`.
+- Embeddings have a digest of the bytes of each block, without their dtype, which is mixed in. An engine that was given
+  two dtypes of one size (float16, bfloat16) may find blocks of either under one hash in its own prefix cache, and
+  excludes all embeddings of that size from then on. If there are tokens among the embeddings, the hashes do not have
+  their positions. Such requests are not cached.
+- Images, audio and video have identifiers: a digest of the content by vLLM's front end, or any text that a user has
+  chosen. The scheduler cannot distinguish them: if the processor has options, a digest of these and of such a text
+  replaces the text. Such requests are not cached.
+- A prompt that grows while its request runs (streaming input) replaces the last sampled token. Before 0.32, the hash of
+  a block that this token has filled stays. Such requests are not cached.
 """
 
 from __future__ import annotations
@@ -30,17 +31,18 @@ class Digests(Protocol):
 
 
 class Contents:
-    """Of one engine."""
+    """The contents of one engine's requests."""
 
     def __init__(self, adapters: Digests | None = None) -> None:
-        """Without `adapters`, requests with LoRA are left alone."""
+        """Without `adapters`, requests with LoRA are not cached."""
         self._adapters = adapters
         self._dtypes: dict[int, set[str]] = {}  # of embeddings, by size
-        # As long as the scheduler's side knows the request: what was mixed once is not mixed again.
+        # Kept as long as the scheduler's side knows the request: no hash is mixed twice.
         self._mixed: WeakValueDictionary[str, ContentHashes] = WeakValueDictionary()
 
     def of(self, request: Any) -> tuple[bytes, str]:
-        """Return what is to be mixed into the hashes of a request, or b"" and why its blocks are left alone."""
+        """Return the bytes to be mixed into the hashes of a request, or b"" and the reason that its blocks are not
+        cached."""
         if getattr(request, "mm_features", None):
             return b"", "multimodal"
         if getattr(request, "resumable", False):

@@ -3,7 +3,7 @@
 vLLM makes a connector after it has loaded and profiled the model, shortly before it captures graphs and serves: too
 late for work that occupies the device's driver for a second. So vLLM's plugin hook lets each rank begin as soon as its
 process has a device: it connects to the daemon and maps the region's pages while the device is initialised, and locks
-them while the weights are read. The connector takes over what is ready; what failed here it does itself, later.
+them while the weights are read. The connector takes over the finished parts, and later does the failed ones itself.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _PART = 64 << 20
 _THREADS = 8
 _CLAIM = 5.0  # seconds that a connector waits for a connection that was begun here
 _LOCK = 10.0  # seconds that it waits for page-locking, which would slow down an engine that serves
-_GROWS = 0.05  # seconds between two looks whether more of the region is in memory
+_GROWS = 0.05  # seconds between two checks whether more of the region is in memory
 
 _libc = ctypes.CDLL(None, use_errno=True)  # releases the GIL, unlike `mmap.madvise`
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
@@ -41,7 +41,7 @@ _begun: dict[tuple[str, str], Preparation] = {}  # by engine and label
 
 
 class Preparation:
-    """One rank's: a session, once the daemon has answered, and a registration, once there is a device."""
+    """One rank's preparation: a session, once the daemon has answered, and a registration, once there is a device."""
 
     def __init__(self, settings: ConnectorSettings, engine: str, label: str) -> None:
         self.session: Session | None = None
@@ -56,12 +56,13 @@ class Preparation:
         self._thread.start()
 
     def found_device(self, runtime: Runtime | None, piece: int) -> None:
-        """Begin to page-lock, by `runtime`; None where there is none that can."""
+        """Begin to page-lock, by `runtime`; None if no runtime can."""
         self._runtime, self._piece = runtime, piece
         self._device.set()
 
     def claim(self) -> tuple[Session | None, Registration | None]:
-        """Return what is ready, which the caller closes from now on; wait for what will be ready soon."""
+        """Return the session and the registration, which the caller closes from now on; wait for any that are ready
+        soon."""
         self._attached.wait(_CLAIM)
         if self.session is None or self._runtime is None or self.session.region is None:
             self._given_up = True
@@ -115,13 +116,13 @@ def install() -> None:
 
 
 def claim(engine: str, label: str) -> tuple[Session | None, Registration | None]:
-    """Return what is ready for this rank: a session and a registration, None for what is not."""
+    """Return this rank's session and registration, None for each that is not ready."""
     prepared = _begun.pop((engine, label), None)
     return prepared.claim() if prepared is not None else (None, None)
 
 
 def discard() -> None:
-    """Close what is ready for a rank that takes no part, on a thread: the driver and the daemon take time."""
+    """Close the preparation of a rank that takes no part, on a thread: the driver and the daemon take time."""
     left = list(_begun.values())
     _begun.clear()
     for prepared in left:
@@ -150,7 +151,7 @@ def open_session(settings: ConnectorSettings, engine: str, label: str) -> Sessio
 
 
 def map_pages(region: Memory, begin: int = 0) -> int:
-    """Fill this process's page tables for what is in memory of `region` from `begin` on, and return where that ends.
+    """Fill this process's page tables for the part of `region` from `begin` on that is in memory; return its end.
 
     The driver locks a mapped page in half the time.
     """

@@ -19,13 +19,13 @@ class HostEvents:
     """Makes the events of one engine."""
 
     def __init__(self, kv_cache_config: Any, tables: Sequence[Table], hash_tokens: int) -> None:
-        """`tables` are the groups of vLLM whose blocks make up the cached blocks. Each has events of its own."""
+        """`tables` are the groups of vLLM whose blocks make up the cached blocks. Each has its own events."""
         self._tables, self._hash_tokens = tables, hash_tokens
         specs = [kv_cache_config.kv_cache_groups[table.number].kv_cache_spec for table in tables]
         self._kinds = [(get_kv_cache_spec_kind(spec).value, get_kv_cache_spec_sliding_window(spec)) for spec in specs]
 
     def describe(self, view: RequestView, begin: int, end: int) -> tuple[Any, list[Any]]:
-        """Return an event's fields about the request, and the extra keys of the blocks of these tokens, by table."""
+        """Return an event's fields for the request, and the extra keys of the blocks of these tokens, by table."""
         request: Any = view.key
         keys = [
             [

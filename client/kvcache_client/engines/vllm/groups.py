@@ -1,4 +1,4 @@
-"""Pure: vLLM's KV cache groups, as the groups that the daemon knows.
+"""Pure: maps vLLM's KV cache groups to the groups that the daemon knows.
 
 vLLM splits layers of one kind into several groups, so that all groups have pages of one size. A namespace has one group
 of each kind instead: layers with attention to all tokens, layers with windows of one size, states, and attention to
@@ -17,7 +17,7 @@ from kvcache_client.scheduler.groups import Group, Table
 from kvcache_proto.errors import ConfigError
 from kvcache_proto.types import FULL, MAX_GROUPS, MAX_REACH, TAIL, GroupSpec
 
-# Subclasses of what is served that need something else, and kinds that have no blocks for all tokens.
+# Subclasses of served kinds with other needs, and kinds that do not have blocks for all tokens.
 _NOT_SERVED = {"RSWASpec", "SinkFullAttentionSpec", "HiddenStateCacheSpec"}
 _KINDS = ("FullAttentionSpec", "SlidingWindowSpec", "ChunkedLocalAttentionSpec", "MambaSpec")
 _STATE = "MambaSpec"
@@ -28,10 +28,10 @@ class Member(NamedTuple):
 
     Attributes:
         number: its position among vLLM's groups.
-        kind: name of the class in `_KINDS` that its specification is, or comes from.
+        kind: name of the class in `_KINDS` that its specification is, or derives from.
         spec: of its first layer: the scheduler sees no other.
-        block_tokens: tokens of its blocks.
-        block_bytes: what one rank stores for one of its blocks, without padding.
+        block_tokens: tokens per block of the group.
+        block_bytes: bytes that one rank stores per block of the group, without padding.
         layers: their names.
     """
 
@@ -44,7 +44,7 @@ class Member(NamedTuple):
 
     @property
     def kept(self) -> int:
-        """Return how many of the tokens before the next one a window reads, or retains; 0 for other kinds."""
+        """Return the number of tokens before the next one that a window reads, or retains; 0 for other kinds."""
         if self.kind != "SlidingWindowSpec":
             return 0
         return int(self.spec.sliding_window) - 1 + int(getattr(self.spec, "extra_retained_tokens", 0))
@@ -82,7 +82,7 @@ def _why_not_group(group: Any) -> str:
 
 
 def why_not_groups(vllm_config: Any, kv_cache_config: Any) -> str:
-    """Return why these groups cannot be cached, "" where they can."""
+    """Return the reason that these groups cannot be cached, "" if they can."""
     groups = kv_cache_config.kv_cache_groups
     if not groups:
         return "its model has no KV cache"
@@ -113,7 +113,7 @@ def why_not_groups(vllm_config: Any, kv_cache_config: Any) -> str:
 
 
 def hash_tokens(kv_cache_config: Any) -> int:
-    """Return the tokens of a block hash."""
+    """Return the tokens per block hash."""
     return compat.hash_block_size(kv_cache_config) or math.gcd(*_block_sizes(kv_cache_config))
 
 
@@ -130,16 +130,16 @@ def has_states(kv_cache_config: Any) -> bool:
 def writes_early(kv_cache_config: Any) -> bool:
     """Return whether a runner may write to blocks that a step gives away before it calls any hook of a connector.
 
-    Model Runner V2 does so where new blocks are zeroed, where hits may end within a block, and where there are states.
+    Model Runner V2 does so if new blocks are zeroed, if hits may end within a block, or if there are states.
     """
     zeroes = getattr(kv_cache_config, "needs_kv_cache_zeroing", False)
     return zeroes or any(size != hash_tokens(kv_cache_config) for size in _block_sizes(kv_cache_config))
 
 
 def merged_groups(kv_cache_config: Any, slot_tokens: int) -> list[Merged]:
-    """Return the groups of the namespace: that of full attention first, the tails in the order of vLLM's groups.
+    """Return the groups of the namespace: full attention first, then the tails in the order of vLLM's groups.
 
-    Raises ConfigError for what the protocol does not allow.
+    Raises ConfigError for groups that the protocol does not allow.
     """
     found: dict[tuple[str, int, int], list[Member]] = {}
     for member in sorted(_members(kv_cache_config), key=lambda member: member.kind != _KINDS[0]):
@@ -150,13 +150,13 @@ def merged_groups(kv_cache_config: Any, slot_tokens: int) -> list[Merged]:
 
 
 def group_spec(merged: Merged, slot_tokens: int, shards: int, followed: bool = False) -> GroupSpec:
-    """Return the group with the bytes of its slots; one of full attention is `followed`, if so said.
+    """Return the group with the bytes of its slots; `followed` applies to a group of full attention.
 
-    A drafter that reads the next token has, for the last token of a slot, KV that depends on the slot after it. Where
-    that one is cached, the slot's writer had the same next token, but for two that write the same slot and differ in
-    the next one: vLLM, too, takes the KV of the first, and its drafts are worse by a token. So it is for every slot of
-    a hit: all but the last are followed by slots of the hit. It does not matter in which group the drafter's layers
-    are: the slots of a window have the hashes of those of full attention. A state has none of a drafter.
+    A drafter that reads the next token has, for the last token of a slot, KV that depends on the next slot. If the next
+    slot is cached, the slot's writer had the same next token, unless two writers of the slot differ in the next one:
+    then vLLM, too, takes the KV of the first, and its drafts are worse by a token. This holds for every slot of a hit:
+    all but the last are followed by slots of the hit. It does not matter which group has the drafter's layers: the
+    slots of a window have the hashes of those of full attention. A state has no drafter's KV.
     """
     group = merged.group
     size = sum(table.blocks * member.block_bytes for table, member in zip(group.tables, merged.members, strict=True))
@@ -166,7 +166,7 @@ def group_spec(merged: Merged, slot_tokens: int, shards: int, followed: bool = F
 
 
 def kind_of(spec: Any) -> str:
-    """Return which of the kinds that are served a layer's specification is, "" where it is none."""
+    """Return the served kind that a layer's specification has, "" if none."""
     names = {cls.__name__ for cls in type(spec).__mro__}
     return "" if names & _NOT_SERVED else next((kind for kind in _KINDS if kind in names), "")
 

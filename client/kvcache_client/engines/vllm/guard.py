@@ -1,4 +1,4 @@
-"""No exception of ours leaves a hook: the engine goes on as if it had no connector, and logs one line.
+"""No exception of ours leaves a hook: the engine continues as if it had no connector, and logs one line.
 
 vLLM calls hooks from its scheduler's and its ranks' step loops, where any exception ends the engine.
 """
@@ -16,14 +16,14 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Guarded(Protocol):
-    """Has hooks, and can go on without what they call."""
+    """Has hooks, and can continue without the code that they call."""
 
     def give_up(self, where: str, error: Exception) -> None:
-        """Stop using what raised `error` in the hook `where`. Must not raise."""
+        """Stop using the code that raised `error` in the hook `where`. Must not raise."""
 
 
 def guard(otherwise: Callable[..., Any] = lambda *arguments: None) -> Callable[[F], F]:
-    """Let a method of a `Guarded` return `otherwise(self, *its positional arguments)` where it would raise."""
+    """Let a method of a `Guarded` return `otherwise(self, *its positional arguments)` instead of raising."""
 
     def decorate(hook: F) -> F:
         @functools.wraps(hook)
@@ -40,9 +40,10 @@ def guard(otherwise: Callable[..., Any] = lambda *arguments: None) -> Callable[[
 
 
 def report(where: str, error: Exception, in_scheduler: bool) -> str:
-    """Log, once per engine, that it goes on without the cache, and return why. The traceback is logged at DEBUG.
+    """Log, once per engine, that it continues without the cache, and return the reason. The traceback is logged at
+    DEBUG.
 
-    The scheduler's side learns of a rank's fault with the next step, and logs it.
+    A rank's fault reaches the scheduler's side with the next step, and is logged there.
     """
     why = f"{where} failed with {type(error).__name__}: {str(error).partition(chr(10))[0]}"
     if in_scheduler:

@@ -1,8 +1,8 @@
-"""Pure: what an engine computes, as a NamespaceSpec. Only engines with equal specs may share blocks.
+"""Pure: the NamespaceSpec of an engine's KV. Only engines with equal specs may share blocks.
 
-The cache outlives engines, so a namespace names every fact that changes the bytes of a block, and nothing that does not
-(the length limit, the batch size, where a checkpoint lies). `vllm_config` and `kv_cache_config` are only read, by
-attribute; what must be asked of the running engine comes as `Surroundings`.
+The cache outlives engines, so a namespace names every fact that changes the bytes of a block, and no other facts (the
+length limit, the batch size, a checkpoint's location). `vllm_config` and `kv_cache_config` are only read, by attribute;
+facts of the running engine come as `Surroundings`.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ class Surroundings(NamedTuple):
     """Facts of the running engine.
 
     Attributes:
-        version: of vLLM.
+        version: vLLM's version.
         device: kind and name of the device.
         hash_bytes: length of a block hash.
-        seed: what the hash chain begins with; empty where each process draws it at random.
-        layout: of the KV cache, where the configuration does not have it.
+        seed: the seed of the hash chain; empty if each process draws it at random.
+        layout: layout of the KV cache, if the configuration does not have it.
     """
 
     version: str
@@ -55,7 +55,7 @@ class Surroundings(NamedTuple):
 
 
 def why_not(vllm_config: Any, kv_cache_config: Any) -> str:
-    """Return why this engine's blocks cannot be cached, "" where they can."""
+    """Return the reason that this engine's blocks cannot be cached, "" if they can."""
     parallel = vllm_config.parallel_config
     for name, ranks in compat.context_parallel(parallel):
         if ranks > 1:
@@ -72,10 +72,10 @@ def why_not(vllm_config: Any, kv_cache_config: Any) -> str:
 
 
 def _begins_from_nothing(vllm_config: Any) -> bool:
-    """Return whether the engine cannot continue a prompt: then vLLM turns off both features that would have it do so.
+    """Return True if the engine cannot continue a prompt: then vLLM turns off both features that would need this.
 
-    The rule is that of vLLM's platform for CPUs (`check_and_update_config`). Its CPU_MLA cannot; AMX_MLA, which it
-    chooses on processors with AMX, can.
+    The rule is from vLLM's platform for CPUs (`check_and_update_config`). Its CPU_MLA cannot; AMX_MLA, which it chooses
+    on processors with AMX, can.
     """
     if not getattr(vllm_config.model_config, "use_mla", False) or vllm_config.device_config.device_type != "cpu":
         return False
@@ -83,7 +83,8 @@ def _begins_from_nothing(vllm_config: Any) -> bool:
 
 
 def engine_block_size(kv_cache_config: Any) -> int:
-    """Return the tokens of a block of the engine; of several groups, those after which blocks of all groups end."""
+    """Return the tokens per block of the engine; for several groups, the distance of ends common to all their
+    blocks."""
     if is_plain(kv_cache_config):
         return int(kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size)
     return boundary_tokens(kv_cache_config)
@@ -104,7 +105,7 @@ def layer_spec(kv_cache_config: Any) -> Any:
 def rank_block_bytes(kv_cache_config: Any) -> int:
     """Return the bytes that one rank stores for one block of the engine, all layers together.
 
-    From the allocations, not from the layers' specifications: the scheduler sees those of one layer only.
+    They come from the allocations, not from the layers' specifications: the scheduler sees only one layer's.
     """
     tensors = kv_cache_config.kv_cache_tensors
     if not tensors:
@@ -117,7 +118,7 @@ def kv_layout(kv_cache_config: Any, surroundings: Surroundings) -> str:
 
 
 def why_not_by_head(vllm_config: Any, kv_cache_config: Any, layout: str) -> str:
-    """Return why heads cannot be shards, "" where they can. Not for MLA, which has one head."""
+    """Return the reason that heads cannot be shards, "" if they can. Not for MLA, which has one head."""
     spec, parallel = layer_spec(kv_cache_config), vllm_config.parallel_config
     if not is_plain(kv_cache_config):
         return "the model has other KV cache groups than one of full attention"
@@ -137,12 +138,12 @@ def why_not_by_head(vllm_config: Any, kv_cache_config: Any, layout: str) -> str:
 
 
 def is_head_major(layout: str) -> bool:
-    """Return whether a block of a layer has its heads one after the other, as "HND" before vLLM 0.32, "LBHNC" since."""
+    """Return whether a block of a layer has its heads one after another, as "HND" before vLLM 0.32, "LBHNC" since."""
     return layout in ("HND", "LBHNC", "BLHNC", "BHLNC")
 
 
 def shards(vllm_config: Any, kv_cache_config: Any, by_head: bool = False) -> Shards:
-    """Return the shards of a block: those of each pipeline stage; one for each KV head where blocks are cut `by_head`.
+    """Return the shards of a block: those of each pipeline stage; one per KV head if blocks are cut `by_head`.
 
     Raises ConfigError if the protocol allows fewer.
     """
@@ -160,9 +161,9 @@ def shards(vllm_config: Any, kv_cache_config: Any, by_head: bool = False) -> Sha
 
 
 def _stripes(kv_cache_config: Any) -> int:
-    """Return into how many parts MLA's KV is cut, which all ranks hold: each rank saves some of them.
+    """Return the number of parts that MLA's KV is cut into. All ranks hold it all, and each rank saves some parts.
 
-    The number does not depend on that of the ranks, so that engines with any number of them share blocks.
+    It does not depend on the number of ranks, so that engines with different numbers share blocks.
     """
     if not is_plain(kv_cache_config):
         return 1
@@ -172,7 +173,7 @@ def _stripes(kv_cache_config: Any) -> int:
 
 
 def _replicas(vllm_config: Any, kv_cache_config: Any) -> int:
-    """Return how many consecutive ranks hold the same KV."""
+    """Return the number of consecutive ranks that hold the same KV."""
     replicas = compat.kv_replicas(kv_cache_config)
     if replicas is not None:
         return replicas
@@ -191,12 +192,12 @@ def namespace_spec(
     weights: str = "",
     by_head: bool = False,
 ) -> NamespaceSpec:
-    """Return the namespace of an engine's blocks, whose shards have all the size of this rank's: see `with_stages`.
+    """Return the namespace of an engine's blocks, whose shards all have the size of this rank's: see `with_stages`.
 
     Args:
-        weights: an id of the weights; empty means those of the checkpoint.
-        by_head: whether each KV head is a shard, so that engines with other numbers of ranks share blocks.
-    Reads the checkpoint's files where the model is a directory. Raises ConfigError.
+        weights: an id of the weights; if empty, they are the checkpoint's.
+        by_head: whether each KV head is a shard, so that engines with different numbers of ranks share blocks.
+    Reads the checkpoint's files if the model is a directory. Raises ConfigError.
     """
     model, cache = vllm_config.model_config, vllm_config.cache_config
     split = shards(vllm_config, kv_cache_config, by_head)
@@ -232,7 +233,7 @@ def namespace_spec(
     if quantized is not None:
         identity["fa_quant"] = str(quantized)
     followed = len(merged) > 1 and compat.reads_next_token(vllm_config)
-    if followed:  # an engine that is told to keep the last block of a hit does not share blocks with others
+    if followed:  # an engine set to keep the last block of a hit does not share blocks with others
         identity["draft"] += ", followed"
     groups = [group_spec(each, tokens, split.number, followed) for each in merged]
     if not groups:
@@ -243,13 +244,13 @@ def namespace_spec(
 
 
 class Share(NamedTuple):
-    """What a rank stores of a slot. With pipeline parallelism, no other process of the engine knows it.
+    """A rank's share of a slot. With pipeline parallelism, no other process of the engine knows it.
 
     Attributes:
-        layers: how many layers its stage has KV of.
+        layers: number of layers whose KV its stage has.
         described: these layers, as in the identity of a namespace.
         sizes: bytes in a slot of each group of the namespace.
-        tables: of an engine that has not just one group of full attention, vLLM's groups in these slots, by number.
+        tables: vLLM's groups in these slots, by number, unless the engine has just one group, of full attention.
     """
 
     layers: int
@@ -259,7 +260,7 @@ class Share(NamedTuple):
 
 
 def share_of_rank(spec: NamespaceSpec, merged: Sequence[Merged], kv_cache_config: Any) -> Share:
-    """Return the share of this rank, for which `spec` was made."""
+    """Return the share of this rank, which `spec` was made for."""
     layers = sum(len(group.layer_names) for group in kv_cache_config.kv_cache_groups)
     tables = tuple(tuple(table.number for table in each.group.tables) for each in merged)
     return Share(layers, spec.identity["group"], tuple(group.shards[0] for group in spec.groups), tables)
@@ -285,7 +286,7 @@ def with_stages(spec: NamespaceSpec, split: Shards, stages: Sequence[Sequence[Sh
 
 
 def checkpoint_id(vllm_config: Any) -> str:
-    """Return a name of the weights, those of a drafter included: its layers share the blocks."""
+    """Return an id of the weights, those of a drafter included: its layers share the blocks."""
     model, load = vllm_config.model_config, vllm_config.load_config
     name = _weights_id(model.model, model, load)
     draft = getattr(vllm_config, "speculative_config", None)
@@ -380,7 +381,7 @@ def _describe(first: Any, by_head: bool = False) -> str:
 
 
 def _describe_all(merged: Sequence[Merged]) -> str:
-    """Describe several groups: what their slots contain, in their order. Equal members are counted."""
+    """Describe several groups: the contents of their slots, in their order. Equal members are counted."""
     said = []
     for group, members in merged:
         tables: dict[str, int] = {}
@@ -397,6 +398,6 @@ def _shortened(text: str) -> str:
 
 
 def _name(model: str) -> str:
-    """Return the last part of a path, or the name as it is: a checkpoint may lie in any folder."""
+    """Return the last part of a path, or the name as it is: a checkpoint may be in any folder."""
     name = Path(model).name if model.startswith(("/", ".")) else model
     return name[-MAX_NAME:] or "model"

@@ -1,4 +1,4 @@
-"""What must be asked of the running vLLM, and what this process knows of its engines."""
+"""Facts of the running vLLM, and of the engines in this process."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _connectors: WeakValueDictionary[tuple[object, str, str], Any] = WeakValueDictio
 def surroundings(vllm_config: Any, spec: Any = None) -> Surroundings:
     """Return the facts that the engine's configuration does not have.
 
-    `spec` is that of a layer, where this process has no model.
+    `spec` is a layer's specification, if this process has no model.
     """
     import vllm
     from vllm.platforms import current_platform
@@ -38,7 +38,7 @@ def surroundings(vllm_config: Any, spec: Any = None) -> Surroundings:
 
 
 def engine_name(vllm_config: Any, engine_id: str = "") -> str:
-    """Return a unique name for this engine: its configured id, or `engine_id`, and a tag made of its instance id.
+    """Return a unique name for this engine: its configured id, or `engine_id`, and a tag made from its instance id.
 
     Copied unit files repeat the configured id. The instance id is drawn when an engine's configuration is made, and the
     scheduler and all ranks share that configuration.
@@ -51,7 +51,7 @@ def engine_name(vllm_config: Any, engine_id: str = "") -> str:
 def has_another(connector: object, role: object, vllm_config: Any, endpoint: str) -> bool:
     """Return whether another connector of this process serves the same side of the same engine at `endpoint`.
 
-    Where none does, `connector` is noted as the one, for as long as it lives or until `retire`.
+    If none does, `connector` is noted as the one, as long as it lives or until `retire`.
     """
     instance = _instance(vllm_config)
     here = check_endpoint(endpoint) if endpoint else default_endpoint()
@@ -66,16 +66,16 @@ def retire(connector: object) -> None:
 
 
 def _instance(vllm_config: Any) -> str:
-    """Return what no other engine has. Data-parallel ranks are engines of one configuration."""
+    """Return an id that no other engine has. Data-parallel ranks are engines of one configuration."""
     instance = str(getattr(vllm_config, "instance_id", None) or "")
     rank = vllm_config.parallel_config.data_parallel_index
     return f"{instance} {rank}" if instance and rank else instance
 
 
 def join_logs(quiet: bool) -> None:
-    """Have what sessions and devices log come out in vLLM's log.
+    """Send the log lines of sessions and devices to vLLM's log.
 
-    One process of an engine reports that the daemon is gone, and back; the others are `quiet`.
+    One process of an engine logs that the daemon is gone, and back; its other processes are `quiet`.
     """
     ours, theirs = logging.getLogger("kvcache_client"), logging.getLogger("vllm")
     ours.setLevel(theirs.getEffectiveLevel())

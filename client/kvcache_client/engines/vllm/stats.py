@@ -1,4 +1,4 @@
-"""What the connector reports to vLLM, for the line in vLLM's log and for the metrics of vLLM's own server."""
+"""The connector's reports to vLLM, for the line in vLLM's log and for the metrics of vLLM's own server."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ _OWN = {UP, *(name for pair in _COPIES.values() for name in pair)}
 
 
 class CacheStats(KVConnectorStats):
-    """Counts by name, gained since the last report, of one rank, of the scheduler, or of all together.
+    """Increases of counts since the last report, by name, of one rank, of the scheduler, or of all together.
 
-    Only the scheduler has `up`: 1 where it asks the daemon, 0 where its breaker is open or there is no daemon.
+    Only the scheduler has `up`: 1 if it uses the daemon, 0 if its breaker is open or there is no daemon.
     """
 
     def reset(self) -> None:
         self.data: dict[str, Any] = {}
 
     def aggregate(self, other: KVConnectorStats) -> CacheStats:
-        """Add what `other`, which is later or another rank's, has gained."""
+        """Add the increases of `other`, which is later or another rank's."""
         for name, count in other.data.items():
             self.data[name] = count if name == UP else self.data.get(name, 0) + count
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """Return what vLLM logs: copies as amounts and rates, and all other counts."""
+        """Return the values that vLLM logs: copies as amounts and rates, and all other counts."""
         shown: dict[str, int | float] = {}
         for way, (size, duration) in _COPIES.items():
             if done := self.data.get(size, 0):
@@ -81,7 +81,7 @@ class CacheMetrics(KVConnectorPromMetrics):
 
 
 class Feed:
-    """What one side of the connector has to report, at most once a second. Only the scheduler's has `up`."""
+    """The reports of one side of the connector, at most once a second. Only the scheduler's has `up`."""
 
     def __init__(self, *sources: Callable[[], Mapping[str, int]], up: Callable[[], bool] | None = None) -> None:
         self._gains, self._up = Gains(*sources), up
@@ -89,7 +89,7 @@ class Feed:
         self._due = 0.0
 
     def take(self) -> CacheStats | None:
-        """Return what was gained since the last time, None where that is nothing or not long ago."""
+        """Return the increases since the last report, None if there are none or the last report was too recent."""
         now = time.monotonic()
         if now < self._due:
             return None

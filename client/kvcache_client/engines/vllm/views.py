@@ -14,7 +14,7 @@ _WITHOUT_ADAPTERS = Contents()
 
 
 def request_view(request: Any, contents: Contents = _WITHOUT_ADAPTERS) -> RequestView:
-    """Return what is known of a request now."""
+    """Return the present state of a request."""
     params = getattr(request, "kv_transfer_params", None)
     content, uncacheable = contents.of(request)
     lora = getattr(request, "lora_request", None)
@@ -37,7 +37,7 @@ def request_view(request: Any, contents: Contents = _WITHOUT_ADAPTERS) -> Reques
 
 
 def _hint(params: Any) -> tuple[Hint | None, str]:
-    """Return the hint in the request's parameters, which clients choose, and what is wrong with it."""
+    """Return the hint in the request's parameters, which clients choose, and its error."""
     if not isinstance(params, dict) or HINT not in params:
         return None, ""
     try:
@@ -47,14 +47,14 @@ def _hint(params: Any) -> tuple[Hint | None, str]:
 
 
 def step_view(output: Any) -> StepView:
-    """Return what a SchedulerOutput says. Called in every step: it copies nothing of running requests."""
+    """Return the step in a SchedulerOutput. Called in every step: it copies nothing of running requests."""
     tokens = output.total_num_scheduled_tokens
     if not tokens:
         return IDLE
     cached, fresh = output.scheduled_cached_reqs, output.scheduled_new_reqs
     running, computed, added = cached.req_ids, cached.num_computed_tokens, cached.new_block_ids
     started = [NewTable(new.req_id, new.block_ids, new.num_computed_tokens) for new in fresh] if fresh else []
-    if resumed := cached.resumed_req_ids:  # preempted, and scheduled again: `added` is their whole table
+    if resumed := cached.resumed_req_ids:  # preempted, and scheduled again: `added` is the whole table
         rows = [(row, row[0] in resumed and row[2]) for row in zip(running, computed, added, strict=True)]
         started += [NewTable(request, blocks, before) for (request, before, blocks), whole in rows if whole]
         running, computed, added = ([row[column] for row, whole in rows if not whole] for column in range(3))

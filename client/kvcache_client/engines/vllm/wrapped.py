@@ -1,12 +1,12 @@
 """Methods of vLLM's worker that are wrapped, because no hook of a connector comes early enough.
 
 `sleep`, and from 0.32 on `discard`, unmap the device's memory. `reset_cache` runs in the scheduler's process, and ranks
-learn what is planned there with the next step, after the sleep. Some versions synchronize the device before they unmap
-its memory and others do not, and none knows of copies that a thread of ours has yet to begin. So copies end first.
+get its plans with the next step, after the sleep. Some versions synchronize the device before they unmap its memory and
+others do not, and none knows of copies that a thread of ours has yet to begin. So copies end first.
 
 `execute_model` begins a step. Model Runner V1 calls `handle_preemptions` before it touches device memory. Model Runner
-V2 first zeroes new blocks, copies hits within a block, and moves states, and only then calls any hook: what is being
-saved of blocks that the step gives to others would be overwritten. So the connector is told of the step first.
+V2 first zeroes new blocks, copies hits within a block, and moves states, and only then calls any hook: blocks that are
+being saved, and that the step gives to other requests, would be overwritten. So the connector gets the step first.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _drains: list[weakref.WeakMethod[Callable[[], None]]] = []
 def before_sleep(worker_class: str | type, drain: Callable[[], None]) -> None:
     """Call `drain`, a bound method, before a worker of that class unmaps memory, as long as the method's object lives.
 
-    `worker_class` is a class or the qualified name of one. Never raises: where there is no such class, one log line
-    says that sleep does not wait.
+    `worker_class` is a class or the qualified name of one. Never raises: if there is no such class, one log line says
+    that sleep does not wait.
     """
     _drains[:] = [each for each in _drains if each() is not None]
     _drains.append(weakref.WeakMethod(drain))
@@ -37,7 +37,7 @@ def before_sleep(worker_class: str | type, drain: Callable[[], None]) -> None:
 
 
 def before_step(worker_class: str | type) -> None:
-    """Have the connector of a rank told of each step by its `before_step`, before the rank's runner begins with it.
+    """Have each step passed to `before_step` of a rank's connector, before the rank's runner begins with it.
 
     `worker_class` is as above. Never raises. A rank cannot rely on it: an executor may call the runner by itself.
     """
@@ -45,14 +45,14 @@ def before_step(worker_class: str | type) -> None:
 
 
 def _wrap(worker_class: str | type, names: Iterable[str], first: Callable[..., None], otherwise: str) -> None:
-    """Have `first` called with the same arguments before each of these methods; log `otherwise` where it cannot be."""
+    """Have `first` called with the same arguments before each of these methods; log `otherwise` if it cannot be."""
     try:
         found = _resolve(worker_class) if isinstance(worker_class, str) else worker_class
         for name in names:
             method = getattr(found, name, None)
             if method is not None and not hasattr(method, "_kvcache_first"):
                 setattr(found, name, _preceded(first, method))
-    except Exception as error:  # noqa: BLE001  # an unknown version is served all the same
+    except Exception as error:  # noqa: BLE001  # an unknown version is served anyway
         logger.warning("%s: %s", otherwise, error)
 
 
@@ -80,7 +80,7 @@ def _drain(*arguments: Any, **named: Any) -> None:
         if drain is not None:
             try:
                 drain()
-            except Exception:  # others have copies, too
+            except Exception:  # other connectors have copies, too
                 logger.exception("copies were not waited for")
 
 
@@ -92,7 +92,7 @@ def _tell(scheduler_output: Any, *arguments: Any, **named: Any) -> None:
 
 
 def _tell_each(connector: Any, metadata: Any) -> None:
-    """Tell `connector`, or ours among those that it consists of."""
+    """Pass `metadata` to `connector`, or to ours among those that it consists of."""
     if hasattr(connector, "before_step"):
         connector.before_step(metadata)
         return
