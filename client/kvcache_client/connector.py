@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-# `__getattr__` explains what vLLM looks for here in vain.
+# `__getattr__` explains names that vLLM looks up here in vain.
 from kvcache_client.engines.vllm.connector import KVCacheServerConnector, __getattr__
 
 __all__ = ["KVCacheServerConnector", "__getattr__"]

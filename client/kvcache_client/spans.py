@@ -1,4 +1,4 @@
-"""Pure: lists of (device address, host address, bytes), made fewer where pieces touch and cut where they must be."""
+"""Pure: lists of (device address, host address, bytes), whose pieces are joined if they touch, and cut if required."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Spans(NamedTuple):
 
 
 def join(spans: Spans) -> Spans:
-    """Return `spans` with pieces made one that follow each other on both sides."""
+    """Return `spans` with pieces joined that are consecutive on both sides."""
     device, host, sizes = spans
     if len(sizes) < 2:
         return spans
@@ -47,8 +47,8 @@ def cut(spans: Spans, begin: int, every: int) -> Spans:
 
 
 class Runs(NamedTuple):
-    """Blocks that lie in several runs of pages, as if each were one: `sizes[i]` bytes from offset `begins[i]` on, which
-    rise and are beyond the region, are those at offset `offsets[i]` of the region."""
+    """Blocks that lie in several runs of pages, as if each were one: the `sizes[i]` bytes from offset `begins[i]` on
+    are those at offset `offsets[i]` of the region. `begins` rise and are beyond the region."""
 
     begins: Addresses
     offsets: Addresses
@@ -59,7 +59,7 @@ class Runs(NamedTuple):
         while True:
             device, host, sizes = spans
             inside = host - np.uint64(base)
-            run = np.searchsorted(self.begins, inside, side="right") - 1  # -1: it lies in the region already
+            run = np.searchsorted(self.begins, inside, side="right") - 1  # -1: it already lies in the region
             room = np.where(run < 0, sizes, self.begins[run] + self.sizes[run] - inside)
             long = sizes > room
             head = np.where(long, room, sizes)
@@ -73,9 +73,9 @@ class Runs(NamedTuple):
             )
 
     def pieces(self, begin: int, size: int) -> list[tuple[int, int]]:
-        """Return where `size` bytes from offset `begin` on lie, in their order: offsets in the region, and sizes."""
+        """Return the places of `size` bytes from offset `begin` on, in order: offsets in the region, and sizes."""
         found, run = [], int(np.searchsorted(self.begins, begin, side="right")) - 1
-        if run < 0:  # it lies in the region already
+        if run < 0:  # it already lies in the region
             return [(begin, size)]
         while size > 0:
             inside = begin - int(self.begins[run])

@@ -1,4 +1,4 @@
-"""Pure: what one step loads and saves, from the scheduler to every rank.
+"""Pure: the loads and saves of one step, from the scheduler to every rank.
 
 A plan is plain data. Ranks carry it out and decide nothing. Each plan is carried out once, however often and in
 whatever order the engine presents it.
@@ -20,16 +20,16 @@ class LoadJob(msgspec.Struct, frozen=True, array_like=True):
     """Fill device blocks from slots.
 
     Attributes:
-        request: whose load it is; each rank reports it once, when it has ended.
+        request: the request that loads; each rank reports it once, when the load has ended.
         region: id of the region that the references belong to.
         refs: packed slot references, REF_BYTES each.
         blocks: device blocks, in order.
-        skip: blocks at the beginning of the first slot that the engine has already; `blocks` does not include them.
-        sums: checksums of every shard of each slot, SUM_BYTES each, 0 for none; b"" where nothing is verified.
-        group: the group of the slots. In an engine with several groups, `blocks` are those of whole slots, and 0 stands
-            for one that is not to be filled.
-        jobs: how many jobs the load of the request has; it has ended with the last one of them.
-        layered: where a rank can, it reports the load when it begins, and has each layer wait for its own section.
+        skip: blocks at the beginning of the first slot that the engine already has; `blocks` does not include them.
+        sums: checksums of every shard of each slot, SUM_BYTES each, 0 for none; b"" if nothing is verified.
+        group: the group of the slots. In an engine with several groups, `blocks` are those of whole slots, and 0 is one
+            that is not to be filled.
+        jobs: number of jobs of the request's load; it ends with the last one of them.
+        layered: if a rank can, it reports the load when it begins, and has each layer wait for its own section.
     """
 
     request: str
@@ -48,7 +48,7 @@ class SaveJob(msgspec.Struct, frozen=True, array_like=True):
 
     Attributes:
         positions: numbers of granted blocks of the reservation; every rank settles each once its copy has ended.
-        summed: indices into `positions` of the blocks of which a checksum is taken.
+        summed: indices into `positions` of the blocks that a checksum is taken of.
         group: the group of the slots.
     """
 
@@ -80,10 +80,10 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
         given: device blocks that this step gives to another request and that a running save may still read.
         loads: to be started after that.
         finished: requests that ended since the last plan, for the log.
-        namespace: where the ranks write from now on; None is no change.
+        namespace: the namespace that the ranks write to from now on; None is no change.
         checks: to be started with the saves.
         timed: the step computes parts of prompts, and the ranks report its end.
-        unguarded: from now on no plan says which blocks are given to others: saves that still run have failed.
+        unguarded: from now on no plan lists blocks that are given away: saves that still run have failed.
     """
 
     number: int = 0

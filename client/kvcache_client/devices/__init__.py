@@ -16,7 +16,7 @@ from kvcache_proto.errors import ServerError
 
 
 class CopyError(ServerError):
-    """The device or its driver cannot do what copies need."""
+    """The device or its driver lacks something that copies need."""
 
     code = "copy_error"
 
@@ -34,7 +34,7 @@ class Memory(Protocol):
         buffer: all of it, writable.
         address: where it begins in this process; page-aligned.
         bytes: its length.
-        present: how many of the bytes, from the first one on, are in memory. The others must not be touched yet.
+        present: number of bytes, from the first one on, that are in memory. The rest must not be touched yet.
     """
 
     @property
@@ -66,15 +66,15 @@ class Job:
         blocks: n device blocks.
         offsets: n offsets in the region; the bytes of blocks[i] begin at offsets[i].
         ended: called once, on the thread that sees the end, after the last byte has moved or `error` is set.
-        runs: translates offsets from the region's end on, of blocks that lie in several runs of pages.
+        runs: translates offsets from the region's end on, which are of blocks that lie in several runs of pages.
         error: why not all bytes have arrived.
-        seconds: how long the copy itself took.
+        seconds: duration of the copy itself.
         cancelled: it never began, because its blocks were given away; `error` says so, too.
         direct: no thread had to carry its bytes.
-        layout: which of the device's layouts of a block it is about; 0 where there is one.
-        section: of a load, which section of each block is copied, counting from 1 on; 0 for the whole block.
+        layout: number of the device's layout of a block that it concerns; 0 if there is only one.
+        section: of a load, the section of each block that is copied, counting from 1 on; 0 for the whole block.
         later: of a load: it is queued on the device, which takes the engine's time, only by `start`, `hold` or the next
-            load. It waits for what was submitted before `load`, as others do.
+            load. It waits for work that was submitted before `load`, as all loads do.
     """
 
     region: Memory
@@ -96,12 +96,12 @@ class Job:
         self.cancelled, self.error = True, "its blocks were given away before the copy began"
 
     def pieces(self, offset: int, size: int) -> list[tuple[int, int]]:
-        """Return where `size` bytes from one of the offsets on lie in the region, in their order: offsets and sizes."""
+        """Return the places in the region of `size` bytes from one of the offsets on, in order: offsets and sizes."""
         return [(offset, size)] if self.runs is None else self.runs.pieces(offset, size)
 
     @property
     def end(self) -> int:
-        """The end of the offsets: that of the region, and of what is translated."""
+        """The end of the offsets: that of the region, and of the translated ones."""
         if self.runs is None:
             return self.region.bytes
         return int(self.runs.begins[-1] + self.runs.sizes[-1])
@@ -111,19 +111,19 @@ class Device(Protocol):
     """Copies in the background, in the order of submission in each direction. Called from one thread."""
 
     def register(self, region: Memory) -> None:
-        """Prepare `region` for copies, and release the one before; on another thread where that takes long.
+        """Prepare `region` for copies, and release the one before; on another thread if that takes long.
 
         Copies need not wait for it: they are slower until then.
         """
 
     def adopt(self, registration: Any) -> None:
-        """Take over what was page-locked for this kind of device before it was opened. No job may be running."""
+        """Take over memory that was page-locked for this kind of device before it was opened. No job may be running."""
 
     def share(self, owner: Any) -> None:
-        """Use what `owner`, a device of the same kind, has page-locked or will. It is closed after this one."""
+        """Use the memory that `owner`, a device of the same kind, page-locks. The owner is closed after this device."""
 
     def registered(self) -> tuple[bool, int]:
-        """Return whether registration is over, and how many of the region's bytes copies reach directly."""
+        """Return whether registration is over, and the number of the region's bytes that copies reach directly."""
 
     def save(self, job: Job) -> None:
         """Copy device blocks to the region, as they are after all work that was submitted to the device before."""
@@ -148,16 +148,16 @@ class Device(Protocol):
 
     def enter_step(self) -> None:
         """The engine begins a step: do not occupy the device's driver until `leave_step`, and until the device has done
-        what the step submitted. From the first step on, prepare only memory that a copy has asked for."""
+        the step's work. From the first step on, prepare only memory that a copy has requested."""
 
     def leave_step(self) -> None:
         """The engine has submitted all of a step, or nearly all of it."""
 
     def poll(self) -> None:
-        """Notice jobs that have ended, where the device has no thread that does. Never waits."""
+        """Notice jobs that have ended, if the device has no thread that does. Never waits."""
 
     def linger(self, seconds: float) -> None:
-        """Wait at most `seconds` for a load that is about to end; return at once where none is."""
+        """Wait at most `seconds` for a load that is about to end; return at once if none is."""
 
     def peek(self, address: int, size: int) -> bytes:
         """Return bytes of the device's memory, by its simplest means. Waits for all work submitted before."""
@@ -166,7 +166,7 @@ class Device(Protocol):
         """Write bytes to the device's memory, likewise."""
 
     def drain(self, seconds: float) -> bool:
-        """Wait for running jobs; return whether all have ended. It does not start those that were put off."""
+        """Wait for running jobs; return whether all have ended. It does not start `later` jobs."""
 
     def close(self) -> None:
         """Stop. Jobs that have not begun end with an error; waits for the one being copied."""
@@ -176,9 +176,9 @@ def open_device(
     kind: str, runs: Sequence[FragmentRun], num_blocks: int, keep: Sequence[Any] = (), ends: Sequence[int] = ()
 ) -> Device:
     """Return the device for tensors on `kind`, such as "cpu". `keep` is referenced as long as the device exists: the
-    tensors. `ends` are where the sections of a block end in its slot, if it has any.
+    tensors. `ends` are the ends of a block's sections in its slot, if it has any.
 
-    Raises Unsupported for a kind that this version cannot copy from, CopyError where a supported device does not work,
+    Raises Unsupported for a kind that this version cannot copy from, CopyError if a supported device does not work,
     ConfigError for a wrong setting in the environment.
     """
     if kind == "cpu":

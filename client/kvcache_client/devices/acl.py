@@ -1,4 +1,4 @@
-"""CANN's runtime calls that copies need, as acl_rt.h has them, and nothing around them.
+"""CANN's runtime calls that copies need, as declared in acl_rt.h, and nothing around them.
 
 The library is the one that torch_npu has loaded. Each call checks its return code; each releases the GIL.
 """
@@ -29,7 +29,7 @@ _MEANINGS = {
     207001: "out of memory, or more than the driver registers",
     507899: "internal error of the driver; of a registration: an address that is not page-aligned",
 }
-_LONGEST = 400  # characters of CANN's message, which may have pages
+_LONGEST = 400  # characters of CANN's message, which may be pages long
 
 
 class AclError(CopyError):
@@ -54,7 +54,7 @@ class BatchAttributes(ctypes.Structure):
 
 
 class PointerAttributes(ctypes.Structure):
-    """aclrtPtrAttributes, and room for what a later CANN may add."""
+    """aclrtPtrAttributes, and room for additions of a later CANN."""
 
     _fields_ = (("location", Location), ("page_size", c_uint32), ("reserved", c_uint32 * 4), ("more", c_uint8 * 64))
 
@@ -99,7 +99,7 @@ class Acl:
     """The library. Calls go by their names in the header."""
 
     def __init__(self) -> None:
-        """Raises CopyError where there is none, or one without what copies need."""
+        """Raises CopyError if there is none, or if it lacks something that copies need."""
         try:
             self._library = ctypes.CDLL("libascendcl.so")
         except OSError as error:

@@ -1,6 +1,6 @@
 """Copies for host memory that is not page-locked: through two page-locked buffers, by a thread.
 
-A copy straight from such memory would look asynchronous and yet make the engine wait.
+A direct copy from such memory would look asynchronous and yet make the engine wait.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class BounceBuffers:
             if filling is not None:
                 self._empty(job, *filling)
         except BaseException:
-            self._path.synchronize()  # nothing may still write a buffer that the next job takes
+            self._path.synchronize()  # no copy may still write to a buffer that the next job takes
             raise
 
     def load(self, job: Job) -> None:

@@ -1,7 +1,7 @@
 """One direction of copies: its jobs in their order, from the engine's thread to their end.
 
-A job is queued on the device where it is submitted, or where it is started if that is `later`, on the engine's thread,
-which takes about a millisecond per GiB and needs no other thread to run. Where its bytes are not page-locked, a thread
+A job is queued on the device when it is submitted, or when it is started if it is `later`, on the engine's thread,
+which takes about a millisecond per GiB and needs no other thread to run. If its bytes are not page-locked, a thread
 copies it through bounce buffers, and all jobs behind it until the thread has caught up. The end of a job is seen by
 whichever looks first: the engine's `poll`, or a thread that sleeps until the device reports it.
 """
@@ -32,8 +32,8 @@ logger = logging.getLogger("kvcache_client.devices")
 
 
 class _Events(NamedTuple):
-    """Of one job: what it waits for; its begin and end; after `off` it no longer touches the engine's blocks; at `near`
-    its last part begins."""
+    """The events of one job: the one it waits for; its begin and end; after `off` it no longer touches the engine's
+    blocks; at `near` its last part begins."""
 
     ready: Handle
     begin: Handle
@@ -75,17 +75,17 @@ class CopyQueue:
     ) -> None:
         """`make_buffers` is called when bounce buffers are first needed.
 
-        `room` is for a device that makes a thread wait that has queued too much: the blocks of all jobs that the
-        engine's thread may have queued at one time. What is beyond that is queued by the other thread.
+        `room` is for a device that makes a thread wait once it has queued too much: the blocks of all jobs that the
+        engine's thread may have queued at one time. The other thread queues the rest.
         """
         self.path = path
         self._runtime, self._registration, self._make_buffers = runtime, registration, make_buffers
         self._slot, self._saves = path.sections[0].bytes, saves
         self._changed = threading.Condition()
         self._entries: deque[Entry] = deque()  # all that have not ended, in order
-        self._bounced: deque[Entry] = deque()  # the last of them: those that the thread has still to copy
-        self._later: deque[Entry] = deque()  # behind them: those that are to be begun later
-        self._unended = 0  # those that are being reported, too
+        self._bounced: deque[Entry] = deque()  # the last of them: those that the thread still has to copy
+        self._later: deque[Entry] = deque()  # behind them: those that are to begin later
+        self._unended = 0  # includes jobs that are being reported
         self._number = 0
         self._room = sys.maxsize if room is None else room
         self._spare: list[_Events] = []
@@ -114,21 +114,21 @@ class CopyQueue:
         return 0
 
     def start(self, job: Job) -> None:
-        """Begin `job`, which came to be begun later, and those before it."""
+        """Begin `job`, which was `later`, and those before it."""
         with self._changed:
             entry = next((each for each in self._later if each.job is job), None)
             if entry is not None:
                 self._start_later(entry)
 
     def find(self, number: int) -> Entry | None:
-        """Return the job of that number, None where it has ended."""
+        """Return the job of that number, None if it has ended."""
         with self._changed:
             index = number - self._entries[0].number if self._entries else -1
             return self._entries[index] if index >= 0 else None
 
     def wait_queued(self, job: Job) -> Handle | None:
         """Return the event after which `job` does not touch the engine's blocks any more, once all of it is queued;
-        None where it has ended."""
+        None if it has ended."""
         with self._changed:
             entry = next((each for each in self._entries if each.job is job), None)
             if entry is None:
@@ -137,13 +137,13 @@ class CopyQueue:
             return None if entry.done else entry.events.off
 
     def use(self, registration: Registration) -> None:
-        """Ask `registration` from now on which memory is page-locked. No job may be running."""
+        """From now on, `registration` decides which memory is page-locked. No job may be running."""
         self._registration = registration
 
     def cancel(self, blocks: npt.NDArray[np.bool_]) -> None:
-        """Cancel the jobs that touch any of `blocks`, a mask of the device's, and wait for a thread to begin with them.
+        """Cancel the jobs that touch any of `blocks`, a mask of the device's blocks, and that still wait for a thread.
 
-        One that the thread is at ends with its present part, a few milliseconds at most, and is waited for.
+        The job that the thread is copying ends with its present part, a few milliseconds at most, and is waited for.
         """
         if not self._bounced:
             return
@@ -158,7 +158,7 @@ class CopyQueue:
             self._changed.wait_for(lambda: all(entry.queued or entry.done for entry in touching))
 
     def settle(self, wait: bool = True) -> None:
-        """Report jobs that have ended. Without `wait`, leave them to others that are at it."""
+        """Report jobs that have ended. Without `wait`, leave them to a thread that is already doing so."""
         while self._entries and self._changed.acquire(blocking=wait):
             try:
                 if not self._entries or not self._is_over(self._entries[0]):
@@ -169,7 +169,7 @@ class CopyQueue:
             self._report(entry)
 
     def linger(self, seconds: float) -> None:
-        """Wait, no longer than that, for the end of the oldest job, if its last part has begun."""
+        """Wait at most `seconds` for the end of the oldest job, if its last part has begun."""
         with self._changed:
             entry = self._entries[0] if self._entries else None
             if entry is not None and entry.queued and self._is_near(entry):
@@ -180,7 +180,7 @@ class CopyQueue:
             return self._changed.wait_for(lambda: not self._unended, seconds)
 
     def close(self) -> None:
-        """End jobs that no thread has begun with an error, wait for the others, and free what the queue holds."""
+        """End jobs that no thread has begun with an error, wait for the rest, and free the queue's resources."""
         with self._changed:
             self._stopping = True
             for entry in self._later:
@@ -200,14 +200,14 @@ class CopyQueue:
     # On the device.
 
     def _start_later(self, last: Entry) -> None:
-        """Begin with the jobs that wait for it, up to `last`. With the lock."""
+        """Begin the `later` jobs, up to `last`. With the lock."""
         entry = None
         while entry is not last:
             entry = self._later.popleft()
             self._room -= len(entry.job.blocks)
             try:
                 queued = not self._bounced and self._room >= 0 and self._queue(entry)
-            except Exception as error:  # the owners of this job and of those behind it must not wait for ever
+            except Exception as error:  # the owners of this job and of those behind it must not wait forever
                 logger.exception("a copy has failed")
                 entry.job.error, entry.done = _text(error), True
                 continue
@@ -217,7 +217,7 @@ class CopyQueue:
         self._changed.notify_all()
 
     def _queue(self, entry: Entry) -> bool:
-        """Queue the job on the device, or return False where its bytes are not page-locked."""
+        """Queue the job on the device, or return False if its bytes are not page-locked."""
         job = entry.job
         entry.borrowed = self._registration.borrow(job, self._slot)
         if entry.borrowed is None:
@@ -227,7 +227,7 @@ class CopyQueue:
         def at_chunks(spans: Spans) -> Spans:
             return cut(spans if job.runs is None else job.runs.translate(spans, base), base, every)
 
-        order = np.argsort(job.offsets)  # slots that follow each other become one piece
+        order = np.argsort(job.offsets)  # consecutive slots become one piece
         blocks, places = job.blocks[order], (job.offsets[order] + base).astype(np.uint64)
 
         most = self.path.most(job.section)
@@ -243,7 +243,7 @@ class CopyQueue:
         return True
 
     def _enclose(self, entry: Entry, move: Callable[[], None]) -> None:
-        """Queue `move` between the job's events. What fails midway has ended when what was queued has."""
+        """Queue `move` between the job's events. If it fails midway, the job ends when the queued part has ended."""
         runtime, events = self._runtime, entry.events
         try:
             self.path.begin(events.ready, events.begin)
@@ -251,7 +251,7 @@ class CopyQueue:
                 move()
             except CopyError as error:
                 entry.job.error = str(error)
-            except Exception as error:  # what was queued before runs all the same
+            except Exception as error:  # the part queued before runs anyway
                 logger.exception("a copy has failed")
                 entry.job.error = _text(error)
             runtime.record(events.off, self.path.cache)
@@ -278,7 +278,7 @@ class CopyQueue:
     def _report(self, entry: Entry) -> None:
         job = entry.job
         if entry.queued and not job.error:
-            with contextlib.suppress(CopyError):  # the bytes are there, whatever the clock says
+            with contextlib.suppress(CopyError):  # the bytes have arrived, whatever the clock says
                 job.seconds = self._runtime.seconds(entry.events.begin, entry.events.end)
         if entry.borrowed is not None:
             self._registration.give_back(entry.borrowed)
@@ -319,12 +319,12 @@ class CopyQueue:
             if not entry.done:
                 try:
                     self._runtime.wait_host(entry.events.end)
-                except Exception as error:  # noqa: BLE001 - the owner of this copy must not wait for ever
+                except Exception as error:  # noqa: BLE001 - the owner of this copy must not wait forever
                     entry.job.error = str(error)
                     entry.done = True
             try:
                 self.settle()
-            except Exception:  # of a job's owner: the thread is needed for the others
+            except Exception:  # of a job's owner: other jobs need the thread
                 logger.exception("the owner of a copy failed to take its end")
 
     def _may_watch(self) -> bool:

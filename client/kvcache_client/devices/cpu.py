@@ -1,9 +1,9 @@
 """KV cache in host memory: a thread per direction, and a helper for large jobs, that copy with the GIL released.
 
-One core reaches about 60 % of the bandwidth of memory: for fragments this small, memcpy reads what it is about to
-overwrite. Two reach all of it. Evenly spaced fragments are copied by one numpy call per block, single ones by memmove;
-either way a thread needs the GIL once per some hundred KiB. On a host, a copy that has not run yet sees what is written
-meanwhile, so `fence` waits as long as copying takes, on the cores that the engine would compute with.
+One core reaches about 60 % of the memory bandwidth: for fragments this small, memcpy reads the bytes that it is about
+to overwrite. Two reach all of it. Evenly spaced fragments are copied by one numpy call per block, single ones by
+memmove; either way a thread needs the GIL once per some hundred KiB. On a host, a copy that has not run yet sees later
+writes, so `fence` waits as long as copying takes, on the cores that the engine would compute with.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _SHARE = 4 << 20  # bytes from which on a job is worth a second thread
 
 
 class CpuDevice:
-    """The naive implementation that the others are compared with."""
+    """The naive implementation that the other devices are compared with."""
 
     def __init__(
         self, runs: Sequence[FragmentRun], num_blocks: int, keep: Sequence[Any] = (), ends: Sequence[int] = ()
@@ -163,7 +163,8 @@ class CpuDevice:
 
 
 class _Views(NamedTuple):
-    """Of a section: runs that numpy copies, each with its memory, and fragments that are copied one by one."""
+    """The pieces of a section: runs that numpy copies, each with its memory, and fragments that are copied one by
+    one."""
 
     even: list[tuple[Bytes, FragmentRun]]
     single: list[FragmentRun]
@@ -220,7 +221,7 @@ class _Thread:
             self._changed.wait_for(lambda: job is not self._now and job not in self._jobs)
 
     def linger(self, seconds: float) -> None:
-        """Wait, no longer than that, for the end of the first job, if it has been started."""
+        """Wait at most `seconds` for the end of the first job, if it has been started."""
         with self._changed:
             if self._now is not None or (self._jobs and not self._jobs[0].later):
                 unended = self._unended
@@ -242,7 +243,7 @@ class _Thread:
             self._end(job)
 
     def _start(self, last: Job) -> None:
-        """Begin with the jobs up to `last`. With the lock."""
+        """Begin the jobs up to `last`. With the lock."""
         for job in self._jobs:
             job.later = False
             if job is last:
@@ -278,11 +279,11 @@ class _Thread:
 def _sort(
     runs: Sequence[FragmentRun], num_blocks: int, tensors: Sequence[Any]
 ) -> tuple[list[FragmentRun], list[FragmentRun]]:
-    """Return the runs that numpy may copy, each inside one allocation, and the fragments of the others one by one.
+    """Return the runs that numpy may copy, each inside one allocation, and the fragments of the other runs.
 
-    numpy takes two arrays for overlapping where one begins before the other ends. Between fragments of two allocations
-    may lie the other side of the copy, and the temporary that numpy then makes, and the one that it makes because of
-    that, until the stack is full.
+    numpy counts two arrays as overlapping if one begins before the other ends. The other side of the copy may lie
+    between fragments of two allocations; so may the temporary that numpy then makes, and the next one that it makes
+    because of that, until the stack is full.
     """
     allocations = [_allocation(tensor) for tensor in tensors]
     even, single = [], []

@@ -28,7 +28,7 @@ _SMALLEST_STAGE = 1 << 20
 def open_cuda(
     runs: Sequence[FragmentRun], num_blocks: int, keep: Sequence[Any], ends: Sequence[int] = ()
 ) -> StreamDevice:
-    """Return the device of the tensors `keep`. Raises as `open_device` does."""
+    """Return the device of the tensors `keep`. Raises the errors of `open_device`."""
     if torch.version.hip is not None:
         raise Unsupported("KV cache on ROCm: this version copies only from 'cpu' and NVIDIA's 'cuda'")
     tuning = read_tuning()
@@ -36,7 +36,7 @@ def open_cuda(
     parts = sections(single(runs), ends)
     _, slot, fragments = parts[0]
     with torch.cuda.device(device):
-        torch.cuda.synchronize()  # makes the context, where nothing has
+        torch.cuda.synchronize()  # makes the context, if there is none yet
         driver = Driver()
         held: list[torch.Tensor] = []  # device memory of ours
         packer = None
@@ -78,7 +78,7 @@ def _packer(
     driver: Driver, device: torch.device, parts: Sequence[Section], tuning: Tuning, held: list[torch.Tensor]
 ) -> CudaPacker:
     properties = torch.cuda.get_device_properties(device)
-    # torch brings NVRTC, under the name of its version and as what one of its own libraries depends on.
+    # torch brings NVRTC, under its versioned name and as a dependency of one of torch's own libraries.
     names = [os.path.join(os.path.dirname(torch.__file__), "lib", "libcaffe2_nvrtc.so")]
     names += [f"libnvrtc.so.{version}" for version in (13, 12)]
     compiler = find_compiler(names, 10 * properties.major + properties.minor)
@@ -92,7 +92,7 @@ def _packer(
 
 
 def _stage(device: torch.device, size: int, slot: int, held: list[torch.Tensor]) -> tuple[list[int], int]:
-    """Return the addresses of four buffers, two a direction, and the bytes of each. Raises CopyError without room."""
+    """Return the addresses of four buffers, two per direction, and the bytes of each. Raises CopyError without room."""
     wanted = size
     while True:
         size = max(size, slot)

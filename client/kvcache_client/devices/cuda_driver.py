@@ -1,4 +1,4 @@
-"""The CUDA driver's calls that copies need, as the header has them, and nothing around them.
+"""The CUDA driver's calls that copies need, as declared in the header, and nothing around them.
 
 The driver library comes with the driver, whatever runtime the engine brings. Each call checks its return code; each
 releases the GIL.
@@ -70,10 +70,10 @@ _BATCH = (c_void_p, c_void_p, c_void_p, c_size_t, POINTER(_Attributes), POINTER(
 
 
 class Driver:
-    """The library, and the context that was current where this was made: that of the engine's tensors."""
+    """The library, and the context that was current when this was made: that of the engine's tensors."""
 
     def __init__(self) -> None:
-        """Raises CopyError where there is no driver or no current context."""
+        """Raises CopyError if there is no driver or no current context."""
         try:
             self._library = ctypes.CDLL("libcuda.so.1")
         except OSError as error:
@@ -139,15 +139,16 @@ class Driver:
         self._call("cuEventRecord", event, stream)
 
     def finish(self, event: Handle, stream: Handle) -> None:
-        """Here every call after a failed copy fails, those about the event too."""
+        """Here every call after a failed copy fails, calls on the event included."""
         self.record(event, stream)
 
     def wait(self, stream: Handle, event: Handle) -> None:
-        """Let `stream` wait, on the device, for what `event` has recorded; not at all where it has recorded nothing."""
+        """Let `stream` wait, on the device, for the work that `event` has recorded; not at all if it has recorded
+        none."""
         self._call("cuStreamWaitEvent", stream, event, 0)
 
     def is_over(self, event: Handle) -> bool:
-        """Raises DriverError where work before the event has failed."""
+        """Raises DriverError if work before the event has failed."""
         result = self._calls["cuEventQuery"](event)
         if result == NOT_READY:
             return False
@@ -162,7 +163,7 @@ class Driver:
         self._call("cuEventElapsedTime", byref(milliseconds), begin, end)
         return milliseconds.value / 1000
 
-    # Copies. Either side may be device memory or page-locked host memory; the addresses say which.
+    # Copies. Either side may be device memory or page-locked host memory, depending on the addresses.
 
     def copy(self, target: int, source: int, size: int) -> None:
         """Copy now, and wait."""
@@ -201,7 +202,7 @@ class Driver:
         """`arguments` is a C array of the addresses of the arguments; they are read before this returns."""
         self._call("cuLaunchKernel", function, grid, 1, 1, threads, 1, 1, 0, stream, arguments, None)
 
-    # How.
+    # Implementation.
 
     def _bind(self, name: str, *types: Any) -> Callable[..., int]:
         try:

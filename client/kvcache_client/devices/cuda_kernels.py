@@ -1,8 +1,8 @@
 """Gather and scatter within device memory: scattered fragments on one side, whole slots on the other.
 
-The kernels never touch host memory: one that writes it keeps the model's own writes waiting. They run in short bursts
-over the whole device, since a kernel that sits on a few processors for long delays every launch of the model that wants
-them all.
+The kernels never touch host memory: a kernel that writes it keeps the model's own writes waiting. They run in short
+bursts over the whole device, since a kernel that occupies a few processors for long delays every launch of the model
+that needs them all.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ _WORDS = {16: "uint4", 8: "uint2", 4: "unsigned int", 2: "unsigned short", 1: "u
 
 
 class Compiler(NamedTuple):
-    """NVRTC as the engine's runtime brings it, and the device's architecture, such as 90."""
+    """The NVRTC of the engine's runtime, and the device's architecture, such as 90."""
 
     nvrtc: ctypes.CDLL
     architecture: int
@@ -97,11 +97,11 @@ class Compiler(NamedTuple):
 
 
 def find_compiler(candidates: Sequence[str], architecture: int) -> Compiler:
-    """Return the first of the libraries that has NVRTC. Raises CopyError where none does."""
+    """Return the first of the libraries that has NVRTC. Raises CopyError if none does."""
     for candidate in candidates:
         try:
             library = ctypes.CDLL(candidate)
-            library.nvrtcGetCUBIN  # noqa: B018  # a library that only depends on NVRTC serves as well
+            library.nvrtcGetCUBIN  # noqa: B018  # a library that only depends on NVRTC works as well
         except (OSError, AttributeError):
             continue
         return Compiler(library, architecture)
@@ -109,7 +109,7 @@ def find_compiler(candidates: Sequence[str], architecture: int) -> Compiler:
 
 
 class CudaPacker:
-    """Moves blocks of one cache, whose fragments lie as `runs` say."""
+    """Moves blocks of one cache, whose fragments lie as given by `sections`."""
 
     most = MOST_BLOCKS
 
@@ -155,10 +155,10 @@ class CudaPacker:
 
 
 class _Arguments:
-    """Of a launch, in C's memory: the driver reads them before the launch returns."""
+    """The arguments of a launch, in C's memory: the driver reads them before the launch returns."""
 
     def __init__(self, table: int, pieces: int, size: int) -> None:
-        """`table` is the address of the first of `pieces`, which have `size` bytes together."""
+        """`table` is the address of the first of `pieces` pieces, which have `size` bytes together."""
         self.lock, self.pieces = threading.Lock(), pieces
         self._blocks = np.zeros(MOST_BLOCKS, np.int32)
         self._count, self._buffer = ctypes.c_int(), ctypes.c_uint64()
@@ -173,6 +173,6 @@ class _Arguments:
 
 
 def _common_word(fragments: Sequence[Fragment]) -> int:
-    """Return the most bytes, up to 16, at whose multiples all fragments begin, here and in a slot, and end."""
+    """Return the largest size, up to 16 bytes, at whose multiples all fragments begin, here and in a slot, and end."""
     numbers = (number for fragment in fragments for number in fragment)
     return math.gcd(16, *numbers)

@@ -1,7 +1,7 @@
-"""Pure: an engine's KV tensors, as addresses, to the fragments that make up one of its blocks.
+"""Pure: from an engine's KV tensors, as addresses, to the fragments that make up one of its blocks.
 
-A tensor's numbers are taken as they are: views that begin inside a storage, rows that are padded, a leading dimension
-longer than the number of blocks, keys and values apart or together, kernel blocks smaller than the engine's.
+Tensors may have any strides and sizes: views that begin inside a storage, padded rows, a leading dimension longer than
+the number of blocks, keys and values apart or together, kernel blocks smaller than the engine's.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 class Tensor(NamedTuple):
-    """Where a tensor lies: address of its first element, sizes, and strides in bytes."""
+    """The place of a tensor: address of its first element, sizes, and strides in bytes."""
 
     pointer: int
     shape: tuple[int, ...]
@@ -53,10 +53,10 @@ class Section(NamedTuple):
 
 
 def block_fragments(tensors: Iterable[Tensor], num_blocks: int, block_bytes: int) -> list[Fragment]:
-    """Return the fragments of a block, in the order in which a slot holds them.
+    """Return the fragments of a block, in their order in a slot.
 
     The order is that of the tensors, and inside a tensor that of the addresses, so that it is the same in every engine
-    that has the same layers and layout. Tensors that are given twice (layers that share KV) count once.
+    that has the same layers and layout. Tensors that occur twice (layers that share KV) count once.
 
     Raises ConfigError unless the fragments hold `block_bytes` bytes.
     """
@@ -66,16 +66,16 @@ def block_fragments(tensors: Iterable[Tensor], num_blocks: int, block_bytes: int
 
 
 class Parts(NamedTuple):
-    """Blocks that are divided into `number` parts of equal size, each of which is copied as a block of its own.
+    """Blocks that are divided into `number` parts of equal size, each copied as a block of its own.
 
-    Part p of block b is block `b * apart + p` for who copies.
+    Part p of block b is block `b * apart + p` for copies.
     """
 
     number: int
     apart: int
 
     def blocks(self, num_blocks: int) -> int:
-        """Return how many blocks there are for who copies."""
+        """Return the number of blocks for copies."""
         return (num_blocks - 1) * self.apart + self.number
 
     def all(self, blocks: Sequence[int]) -> Sequence[int]:
@@ -90,7 +90,7 @@ def part_fragments(
 ) -> tuple[list[Fragment], Parts]:
     """Return the fragments of a part of a block, in the order of `block_fragments`.
 
-    A part is one of as many KV heads, or else has an equal share of each contiguous piece of a block. Raises
+    A part is one of `parts` KV heads, or else has an equal share of each contiguous piece of a block. Raises
     ConfigError unless the fragments hold `part_bytes` bytes, and the parts of a block are evenly spaced.
     """
     of_tensor = _head_fragments if by_head else _stripes
@@ -135,7 +135,8 @@ def _tensor_fragments(tensor: Tensor, num_blocks: int, without: int | None = Non
 
 
 def _head_fragments(tensor: Tensor, num_blocks: int, heads: int) -> list[tuple[Fragment, int]]:
-    """Return the fragments of a block's first head, with the distance of heads as their stride; and that of blocks.
+    """Return the fragments of a block's first head, with the distance of heads as their stride; and the blocks'
+    distance.
 
     The axes are those of blocks and, in five dimensions, of keys and values; then those of heads and tokens, in any
     order; then that of values. In memory, heads come before tokens.
@@ -150,7 +151,8 @@ def _head_fragments(tensor: Tensor, num_blocks: int, heads: int) -> list[tuple[F
 
 
 def _stripes(tensor: Tensor, num_blocks: int, stripes: int) -> list[tuple[Fragment, int]]:
-    """Return the fragments of a block's first stripe, with the distance of stripes as their stride; and of blocks."""
+    """Return the fragments of a block's first stripe, the distance of stripes as their stride; and the blocks'
+    distance."""
     found = []
     for fragment in _tensor_fragments(tensor, num_blocks):
         if fragment.bytes % stripes:
@@ -169,7 +171,7 @@ def _block_axis(tensor: Tensor, num_blocks: int) -> int:
 
 
 def _merge(fragments: Sequence[Fragment]) -> list[Fragment]:
-    """Join fragments that touch, as layers do in a layout that keeps a whole block together."""
+    """Join adjacent fragments, such as layers in a layout that keeps a whole block together."""
     merged: list[Fragment] = []
     for fragment in fragments:
         last = merged[-1] if merged else None
@@ -181,7 +183,7 @@ def _merge(fragments: Sequence[Fragment]) -> list[Fragment]:
 
 
 def layer_ends(layers: Iterable[Iterable[Tensor]], num_blocks: int, parts: int = 1, by_head: bool = False) -> list[int]:
-    """Return where the KV of each layer ends in a block, or in one of `parts` of it: as `block_fragments` has them."""
+    """Return the end of each layer's KV in a block, or in one of its `parts`, in the order of `block_fragments`."""
 
     def fragments_of(tensor: Tensor) -> Iterable[Fragment]:
         if parts == 1:
@@ -200,7 +202,7 @@ def layer_ends(layers: Iterable[Iterable[Tensor]], num_blocks: int, parts: int =
 
 
 def sections(fragments: Sequence[Fragment], ends: Sequence[int]) -> list[Section]:
-    """Return the whole block as a section, and then those that it is divided into: each up to one of `ends`."""
+    """Return the whole block as a section, and then its parts: each up to one of `ends`."""
     found = [Section(0, sum(fragment.bytes for fragment in fragments), fragments)]
     left, at, begin = deque(fragments), 0, 0
     for end in ends:

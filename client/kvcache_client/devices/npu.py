@@ -1,4 +1,4 @@
-"""KV cache on an Ascend NPU: batches of copies between its memory and the region, straight through CANN."""
+"""KV cache on an Ascend NPU: batches of copies between its memory and the region, directly through CANN."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from kvcache_client.devices.tuning import Tuning, read_tuning
 
 logger = logging.getLogger("kvcache_client.devices")
 
-# A stream of a 910B takes 2,048 tasks less 35, and queueing more waits for the device; half is left to events.
+# A stream of a 910B takes 2,048 - 35 tasks, and queueing more waits for the device; half is left to events.
 _TASKS = 1024
-# How long a call keeps the driver busy has not been measured, and some keep a list of what is registered.
+# How long a call keeps the driver busy has not been measured, and some drivers keep a list of registered memory.
 _NORMAL = Tuning(register_chunk=1 << 30)
 # NC1HWC0, FRACTAL_Z, FRACTAL_NZ, NDC1HWC0, FRACTAL_Z_3D
 _PRIVATE = {3, 4, 29, 32, 33}
@@ -31,7 +31,7 @@ _PRIVATE = {3, 4, 29, 32, 33}
 def open_npu(
     runs: Sequence[FragmentRun], num_blocks: int, keep: Sequence[Any], ends: Sequence[int] = ()
 ) -> StreamDevice:
-    """Return the device of the tensors `keep`. Raises as `open_device` does."""
+    """Return the device of the tensors `keep`. Raises the errors of `open_device`."""
     try:
         import torch_npu  # gives torch its `npu`
     except (ImportError, OSError, RuntimeError) as error:
@@ -52,8 +52,8 @@ def open_npu(
         return Straight(runtime, parts, saves)
 
     def compute() -> Handle:
-        # Read each time: reading makes torch_npu pass all that it has queued on the host to the device. With a handle
-        # kept from before, copies might run ahead of a wait that the engine has queued.
+        # Read each time: reading makes torch_npu pass its whole host queue to the device. With an earlier handle,
+        # copies might run ahead of a wait that the engine has queued.
         return int(npu.current_stream(device).npu_stream)
 
     def synchronize() -> None:
@@ -73,7 +73,7 @@ def early_runtime() -> tuple[NpuRuntime, int]:
 
 
 def _host_register(npu: Any) -> HostRegister | None:
-    """Return torch_npu's way to page-lock memory, where this version has one."""
+    """Return torch_npu's way to page-lock memory, if this version has one."""
     try:
         runtime = npu.npurt()
         return HostRegister(runtime.npuHostRegister, runtime.npuHostUnregister)
@@ -82,7 +82,7 @@ def _host_register(npu: Any) -> HostRegister | None:
 
 
 def _refusal(release: str) -> str:
-    """Return why no memory but CANN's own may be page-locked under this kernel, "" where it may.
+    """Return the reason that this kernel allows only CANN's own memory to be page-locked, "" if it allows any.
 
     "With kernel 5.10 or older, memory that is not page-locked leads to exceptions, so that it must be allocated by
     aclrtMallocHost", says CANN's reference of aclrtHostRegisterV2.

@@ -46,15 +46,15 @@ class HostRegister(NamedTuple):
 class NpuRuntime:
     """One device. See `Runtime`.
 
-    Events are made by aclrtCreateEventExWithFlag: those may be recorded again and again, a wait means the record before
-    it whatever follows, and aclrtResetEvent must not be called for them (CANN's reference, aclrtRecordEvent and that
-    call). Recording and asking on different threads must be ordered (aclrtQueryEventStatus): a copy queue does that.
+    Events are made by aclrtCreateEventExWithFlag: they may be recorded repeatedly, a wait is for the record before it
+    whatever follows, and aclrtResetEvent must not be called for them (CANN's reference, aclrtRecordEvent and that
+    call). Recording and querying on different threads must be ordered (aclrtQueryEventStatus): a copy queue does that.
     """
 
     def __init__(self, device: int, tensor: int, torch_register: HostRegister | None, refused: str = "") -> None:
-        """`tensor` is an address of the cache's on `device`; `refused` says why nothing may be page-locked.
+        """`tensor` is an address of the cache on `device`; `refused` is the reason that nothing may be page-locked.
 
-        Raises CopyError where CANN lacks what copies need.
+        Raises CopyError if CANN lacks calls that copies need.
         """
         self._acl = Acl()
         self._call, self._made = self._acl.call, self._acl.made
@@ -70,7 +70,7 @@ class NpuRuntime:
         self._attributes = {True: BatchAttributes(here, there), False: BatchAttributes(there, here)}
 
     def describe(self) -> str:
-        """Return how the region is page-locked and how pieces go, for a log line."""
+        """Describe, for a log line, how the region is page-locked and how pieces are copied."""
         if self._refused:
             register = "not at all"
         elif self._torch_register is not None:
@@ -83,7 +83,7 @@ class NpuRuntime:
         return f"the region is page-locked {register}, pieces go by {copy}"
 
     def use(self) -> None:
-        """aclrtSetDevice counts its calls: only where the thread is elsewhere."""
+        """aclrtSetDevice counts its calls: it is called only if the thread uses another device."""
         now = c_int32(-1)
         if self._acl.result("aclrtGetDevice", byref(now)) or now.value != self._device:
             self._call("aclrtSetDevice", self._device)
@@ -103,8 +103,8 @@ class NpuRuntime:
 
         With PINNED alone, a driver that cannot page-lock by itself only notes the range (HostRegisterV2 of CANN's
         runtime); copies then run at a third of the rate (DeepSpeed measured 9 against 23 GB/s). MAPPED makes it hand
-        the pages to the device. aclrtHostRegister, which is older, maps too, but nothing says that copies take such
-        memory for page-locked, and an older CANN copies memory that is not with "unpredictable errors": not used.
+        the pages to the device. aclrtHostRegister, which is older, maps too, but it is not documented that copies treat
+        such memory as page-locked, and an older CANN copies other memory with "unpredictable errors": not used.
         """
         if self._refused:
             raise CopyError(self._refused)
@@ -132,7 +132,7 @@ class NpuRuntime:
     def free_host(self, address: int) -> None:
         self._call("aclrtFreeHost", address)
 
-    # Streams and events. What the copy queues take for a stream is a pool of several; the engine's is one.
+    # Streams and events. A stream of the copy queues is a pool of several; the engine's is one.
 
     def create_stream(self) -> Handle:
         pool = StreamPool(self._acl)
@@ -220,7 +220,7 @@ class NpuRuntime:
     def _copy_together(
         self, targets: Addresses, sources: Addresses, sizes: Addresses, saves: bool, stream: Handle
     ) -> bool:
-        """Return False where the device, or its driver, has no batches after all."""
+        """Return False if the device, or its driver, has no batches after all."""
         name, failed = "aclrtMemcpyBatchAsync", c_size_t(_NONE)
         lengths = sizes.ctypes.data
         arrays = (targets.ctypes.data, lengths, sources.ctypes.data, lengths, len(sizes))
@@ -258,7 +258,7 @@ class NpuRuntime:
             raise self._acl.error(name, result)
 
     def _location(self, address: int) -> int:
-        """Return the number by which batches know the device: they compare it with that of each address."""
+        """Return the device's number in batches: they compare it with that of each address."""
         if self._acl.has("aclrtPointerGetAttributes"):
             found = PointerAttributes()
             result = self._acl.result("aclrtPointerGetAttributes", address, byref(found))

@@ -1,12 +1,12 @@
-"""How the bytes of a block travel between the cache and page-locked host memory: straight, or by way of a stage.
+"""How the bytes of a block travel between the cache and page-locked host memory: directly, or through a stage.
 
-Every batch of copies has a price a piece, so that small fragments take the stage: a kernel moves them between the cache
-and a buffer in device memory, where blocks lie as slots do, and one batch moves whole slots, the next buffer's kernel
-beside it.
+Every batch of copies has a cost per piece, so that small fragments take the stage: a kernel moves them between the
+cache and a buffer in device memory, where blocks lie as in slots, and one batch moves whole slots while the next
+buffer's kernel runs.
 
-A device copies one way with one engine, which stays with a stream as long as that has a copy ready: a step of the model
-that wants four bytes copied waits until then. So each buffer has a stream of its own, whose next copy is never ready
-when its last one ends, and the model's turn comes after a buffer's worth.
+A device copies in each direction with one copy engine, which stays with a stream as long as that has a copy ready: a
+step of the model that needs four bytes copied waits until then. So each buffer has its own stream, whose next copy is
+never ready when its last one ends, and the model's turn comes after one buffer at most.
 """
 
 from __future__ import annotations
@@ -31,29 +31,29 @@ class Path(Protocol):
 
     Attributes:
         cache: the stream that touches the engine's blocks.
-        sections: the whole block, and those that it is divided into.
+        sections: the whole block, and the sections that it is divided into.
     """
 
     cache: Handle
     sections: Sequence[Section]
 
     def most(self, section: int) -> int:
-        """Return how many blocks `move` takes at once."""
+        """Return the number of blocks that `move` takes at once."""
 
     def begin(self, ready: Handle, begun: Handle) -> None:
-        """Let all that follows wait for the event `ready`, and record `begun` when it goes on."""
+        """Let all later work wait for the event `ready`, and record `begun` when it continues."""
 
     def move(self, blocks: Blocks, places: Addresses, cut: Cut, section: int = 0) -> None:
         """Queue the copy of a section of each block from or to its slot, which begins at host address `places[i]`."""
 
     def record(self, event: Handle) -> None:
-        """Record the end of all that has been moved: host memory is not touched any more."""
+        """Record the end of all moves: host memory is not touched any more."""
 
     def finish(self, event: Handle) -> None:
         """The same, as `Runtime.finish`."""
 
     def synchronize(self) -> None:
-        """Wait for all that has been moved."""
+        """Wait for all moves."""
 
     def close(self) -> None: ...
 
@@ -113,11 +113,11 @@ class Packer(Protocol):
     most: int
 
     def launch(self, gather: bool, blocks: Blocks, buffer: int, stream: Handle, section: int = 0) -> None:
-        """Queue the copy of a section of each block to (`gather`) or from `buffer`, where one follows the other."""
+        """Queue the copy of a section of each block to (`gather`) or from `buffer`, where they are consecutive."""
 
 
 class _Buffer(NamedTuple):
-    """Of a stage. `host` copies between it and host memory; events: it is `full`, and it is `free`."""
+    """A buffer of a stage. `host` copies between it and host memory; events: it is `full`, and it is `free`."""
 
     address: int
     host: Handle
@@ -126,7 +126,7 @@ class _Buffer(NamedTuple):
 
 
 class Staged:
-    """Through buffers in turn: while the kernel fills one, another's slots are copied; for loads in reverse."""
+    """Copies through buffers in turn: while the kernel fills one, another's slots are copied; for loads in reverse."""
 
     def __init__(
         self,
@@ -146,7 +146,7 @@ class Staged:
         ]
         self._turn = 0
         self.cache = runtime.create_stream()
-        # Here ends what the streams of all buffers have begun.
+        # The work of all buffers' streams ends here.
         self._end = runtime.create_stream() if saves else self.cache
         self._ended = runtime.create_event()
 
@@ -207,7 +207,7 @@ class Staged:
             self._runtime.destroy_stream(stream)
 
     def _gather_ends(self) -> None:
-        """Let the end wait for all that is queued: also for what a `move` has queued that failed midway."""
+        """Let the end wait for all queued work: also for that of a `move` that failed midway."""
         for buffer in self._buffers:
             event = buffer.free if self._saves else buffer.full
             self._runtime.record(event, buffer.host)

@@ -1,10 +1,10 @@
 """Page-locks a mapping for a device: all of it before the engine serves, the rest when the device is idle.
 
-A driver does nothing else while it locks pages: a step of the model beside it takes as long as the call, and a thousand
-small calls slow down a thousand steps. In large calls, before the first step, 32 GiB take a second. What is not locked
-by then (memory that the daemon made later, a region that came later, or is too large) is locked piece by piece, when a
-copy has asked for it and the engine computes nothing. Copies from and to other pieces go through bounce buffers. A
-region that another one replaces is unlocked once the copies that use it have ended.
+A driver does nothing else while it locks pages: a concurrent step of the model takes as long as the call, and a
+thousand small calls slow down a thousand steps. In large calls, before the first step, 32 GiB take a second. Memory
+that is not locked by then (because the daemon made it later, or the region came later, or is too large) is locked piece
+by piece, when a copy has requested it and the engine computes nothing. Copies from and to other pieces go through
+bounce buffers. A region that another one replaces is unlocked once the copies that use it have ended.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from kvcache_client.devices.runtime import Runtime
 logger = logging.getLogger("kvcache_client.devices")
 
 CALL = 1 << 30  # bytes of one call before the engine serves: 19 to 33 ms on an H200's host
-_GROWS = 0.05  # seconds between two looks whether more of the region is in memory
+_GROWS = 0.05  # seconds between two checks whether more of the region is in memory
 _GLANCE = 0.001  # seconds between two checks whether the device is idle: nothing signals it
 _PATIENCE = 1.0  # seconds that each call to unlock an unused mapping waits for an idle device
 
 
 class _Locked:
-    """One mapping: which of its pieces are locked, how many bytes that is, and how many `copies` use it."""
+    """One mapping: its locked `pieces`, their `bytes`, and the number of `copies` that use it."""
 
     def __init__(self, region: Memory, piece: int) -> None:
         self.region, self.piece = region, piece
         self.pieces: npt.NDArray[np.bool_] = np.zeros(-(-region.bytes // piece), np.bool_)
-        self.calls: dict[int, int] = {}  # how many pieces were locked together, by the first of them
+        self.calls: dict[int, int] = {}  # number of pieces locked together, by the first of them
         self.bytes = self.copies = 0
         self.over = False
-        self.wanted: dict[int, None] = {}  # in the order in which copies have asked
+        self.wanted: dict[int, None] = {}  # in the order of the copies' requests
         self._next = 0
 
     def missing(self, job: Job, size: int) -> bool:
@@ -59,7 +59,7 @@ class _Locked:
         return len(missing) > 0
 
     def take_wanted(self) -> int | None:
-        """Return the piece that copies asked for first, None where they want none."""
+        """Return the piece that copies requested first, None if there is none."""
         while self.wanted:
             number = next(iter(self.wanted))
             del self.wanted[number]
@@ -69,11 +69,11 @@ class _Locked:
 
     @property
     def present(self) -> int:
-        """How many pieces are in memory."""
+        """The number of pieces in memory."""
         return len(self.pieces) if self.region.present == self.region.bytes else self.region.present // self.piece
 
     def take_run(self, most: int) -> tuple[int, int] | None:
-        """Return the first piece to lock and how many follow it, `most` at most; None if it is not in memory yet."""
+        """Return the first piece to lock and the number of pieces, `most` at most; None if it is not in memory yet."""
         while self._next < len(self.pieces) and self.pieces[self._next]:
             self._next += 1
         end, last = self._next, min(self._next + most, self.present)
@@ -98,10 +98,10 @@ class _Locked:
 
 
 class Registration:
-    """The region that copies reach directly. Its thread does what takes long."""
+    """The region that copies reach directly. Its thread makes the slow calls."""
 
     def __init__(self, runtime: Runtime, piece: int) -> None:
-        """`piece` bytes, a multiple of the page size: a copy must not cross the end of one."""
+        """`piece` is in bytes, a multiple of the page size: a copy must not cross the end of a piece."""
         self.piece = piece
         self._runtime = runtime
         self._changed = threading.Condition()
@@ -125,13 +125,13 @@ class Registration:
             self._changed.notify_all()
 
     def serve(self, idle: Callable[[], bool]) -> None:
-        """The engine serves from now on: lock only what copies ask for, and only while `idle()`, which any thread may
-        ask, says that it computes nothing."""
+        """The engine serves from now on: lock only pieces that copies request, and only while `idle()`, which any
+        thread may call, returns that it computes nothing."""
         with self._changed:
             self._serving, self._idle = True, idle
 
     def wait(self, seconds: float) -> bool:
-        """Wait until all is locked that can be; return whether it is."""
+        """Wait until all lockable memory is locked; return whether it is."""
         with self._changed:
             return self._changed.wait_for(lambda: self._now is None or self._now.over, seconds)
 
@@ -141,13 +141,13 @@ class Registration:
         return bool(self._before) or (self._now is not None and not self._now.over)
 
     def progress(self) -> tuple[bool, int]:
-        """Return whether the region's registration is over, and how many of its bytes are locked."""
+        """Return whether the region's registration is over, and the number of its locked bytes."""
         with self._changed:
             return (self._now.over, self._now.bytes) if self._now is not None else (False, 0)
 
     def borrow(self, job: Job, size: int) -> object | None:
-        """Return what keeps `size` bytes at each of the offsets of `job` locked until it is given back, None where some
-        are not.
+        """Return an object that keeps `size` bytes at each of the offsets of `job` locked until it is given back, None
+        if some are not locked.
 
         Called for every copy; never waits.
         """
@@ -180,7 +180,7 @@ class Registration:
             self._runtime.enter_thread()
             while self._work():
                 pass
-        except Exception:  # copies do without this thread: they go through bounce buffers
+        except Exception:  # copies work without this thread, through bounce buffers
             logger.exception("page-locking has ended by an error: what is not locked stays so")
             with self._changed:
                 if self._now is not None:
@@ -188,7 +188,7 @@ class Registration:
                 self._changed.notify_all()
 
     def _work(self) -> bool:
-        """Do what is due; return False at the end."""
+        """Do the due work; return False at the end."""
         with self._changed:
             while not (self._unused() or self._wanting() or self._stopping):
                 self._changed.wait(_GROWS if self._grows() else None)
@@ -200,7 +200,7 @@ class Registration:
                 while self._unlock(locked):
                     pass
             return False
-        # In turn, so that neither the new region nor the memory of the old one waits for all of the other.
+        # In turn, so that neither locking the new region nor unlocking the old one waits for all of the other.
         if unused is not None:
             self._wait_idle(_PATIENCE)
             if not self._unlock(unused):
@@ -229,11 +229,11 @@ class Registration:
         return self._now if wants else None
 
     def _grows(self) -> bool:
-        """Whether to lock what of the region will be in memory soon."""
+        """Whether to lock the part of the region that will be in memory soon."""
         return self._now is not None and not self._now.over and not self._serving
 
     def _wait_idle(self, seconds: float | None) -> bool:
-        """Wait until the engine computes nothing, `seconds` at most; return whether it does."""
+        """Wait until the engine computes nothing, `seconds` at most; return whether it is idle."""
         with self._changed:
             while self._serving and not self._stopping and not self._idle():
                 if seconds is not None and seconds <= 0:
@@ -266,7 +266,7 @@ class Registration:
             self._changed.notify_all()
 
     def _unlock(self, locked: _Locked) -> bool:
-        """Unlock what one call has locked; return whether there was something."""
+        """Unlock the pieces that one call has locked; return whether there were any."""
         if not locked.calls:
             return False
         first = next(iter(locked.calls))

@@ -1,4 +1,4 @@
-"""What a device's runtime must offer for copies beside the model: streams, events, page-locked memory, batches."""
+"""The calls of a device's runtime that copies beside the model need: streams, events, page-locked memory, batches."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Addresses = npt.NDArray[np.uint64]
 
 
 class Runtime(Protocol):
-    """Every call raises CopyError where it fails, and releases the GIL."""
+    """Every call raises CopyError if it fails, and releases the GIL."""
 
     def use(self) -> None:
         """Make this thread, the engine's, work in the context of the engine's tensors."""
@@ -44,14 +44,15 @@ class Runtime(Protocol):
     def record(self, event: Handle, stream: Handle) -> None: ...
 
     def finish(self, event: Handle, stream: Handle) -> None:
-        """Record the end of what has been queued since the last `finish`, as one.
+        """Record the end of all work that has been queued since the last `finish`, as one.
 
-        Asking for `event`, or waiting for it on the host, raises CopyError if any of it has failed. Only for streams of
-        ours.
+        Querying `event`, or waiting for it on the host, raises CopyError if any of the work has failed. Only for our
+        own streams.
         """
 
     def wait(self, stream: Handle, event: Handle) -> None:
-        """Let `stream` wait, on the device, for what `event` has recorded; not at all where it has recorded nothing."""
+        """Let `stream` wait, on the device, for the work that `event` has recorded; not at all if it has recorded
+        none."""
 
     def is_over(self, event: Handle) -> bool: ...
 
@@ -60,7 +61,7 @@ class Runtime(Protocol):
     def seconds(self, begin: Handle, end: Handle) -> float: ...
 
     def copy_batch(self, targets: Addresses, sources: Addresses, sizes: Addresses, saves: bool, stream: Handle) -> None:
-        """Copy n pieces, in no order among themselves, from device memory to page-locked host memory (`saves`) or back.
+        """Copy n pieces, in no particular order, from device memory to page-locked host memory (`saves`) or back.
 
         One thread at a time queues copies on a stream.
         """

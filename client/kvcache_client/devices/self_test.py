@@ -18,11 +18,12 @@ _SECONDS = 30.0
 
 
 def check_copies(device: Device, runs: Sequence[FragmentRun], num_blocks: int, ends: Sequence[int] = ()) -> None:
-    """Save two blocks of known bytes and load two others, before the engine uses its cache. What they held is put back.
+    """Save two blocks of known bytes and load two others, before the engine uses its cache. Their contents are
+    restored.
 
     Two more are loaded section by section, if a block has sections: `ends` as in `open_device`.
 
-    Raises CopyError, saying what went wrong, unless every byte arrives and none beside it changes.
+    Raises CopyError, with the fault, unless every byte arrives and no byte beside them changes.
     """
     slot = sum(run.bytes * run.number for run in runs)
     blocks = [0, num_blocks - 1] if num_blocks > 1 else [0]
@@ -73,7 +74,7 @@ def _copy(
 
 
 def _wait_registered(device: Device) -> None:
-    """Give the direct way a chance; where it is refused, the other one is checked."""
+    """Give the direct way a chance; if it is refused, the other one is checked."""
     pause = threading.Event()
     for _ in range(2000):
         if device.registered()[0]:

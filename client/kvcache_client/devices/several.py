@@ -76,5 +76,5 @@ class SeveralLayouts:
         return all(device.drain(max(0.0, until - time.monotonic())) for device in self.devices)
 
     def close(self) -> None:
-        for device in reversed(self.devices):  # the first one's page-locked memory is that of all
+        for device in reversed(self.devices):  # all devices use the first one's page-locked memory
             device.close()

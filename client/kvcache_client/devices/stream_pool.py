@@ -1,10 +1,10 @@
 """Streams used in turn, so that the outcome of each job is known when it ends.
 
 CANN reports a copy that failed on the device only when its stream is synchronised: the event behind it completes as if
-nothing were wrong, and the stream goes on (ACL_CONTINUE_ON_FAILURE, the default; the other mode would stop the engine's
-streams, too). Synchronising waits for all that is queued. So jobs that follow each other take different
-streams, each waiting for the one before: when the last event of a stream is there, the stream is idle, and asking costs
-nothing. Jobs share a stream, and learn of their end together, only where all others still have jobs.
+nothing were wrong, and the stream continues (ACL_CONTINUE_ON_FAILURE, the default; the other mode would stop the
+engine's streams, too). Synchronising waits for all queued work. So consecutive jobs take different streams, each
+waiting for the one before: when the last event of a stream has completed, the stream is idle, and synchronising costs
+nothing. Jobs share a stream, and are reported together, only if all other streams still have jobs.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _PAUSE = 0.0005  # between looks at a turn that another job keeps open: CANN has
 
 @dataclass(slots=True, eq=False)
 class StreamTurn:
-    """Jobs one after the other on one stream. `last` is the end of the last one, `error` "" where none has failed."""
+    """Consecutive jobs on one stream. `last` is the end of the last one, `error` "" if none has failed."""
 
     pool: StreamPool
     stream: Handle
@@ -33,7 +33,7 @@ class StreamTurn:
 
 
 class StreamPool:
-    """Several streams that the rest takes for one. One thread at a time queues copies; any may wait or ask."""
+    """Several streams that act as one. One thread at a time queues copies; any may wait or query."""
 
     def __init__(self, acl: Acl) -> None:
         self._acl = acl
@@ -42,8 +42,8 @@ class StreamPool:
         self._lock = threading.Lock()
         self._free = self._streams[1:]
         self._now = StreamTurn(self, self._streams[0])
-        self._before: list[StreamTurn] = []  # those whose outcome is not known
-        self._begun = False  # a job of which not all is queued
+        self._before: list[StreamTurn] = []  # turns whose outcome is not known
+        self._begun = False  # whether a job is only partly queued
 
     def begin(self) -> Handle:
         """Return the stream for a job's next copies."""
@@ -60,7 +60,7 @@ class StreamPool:
             self._acl.call("aclrtStreamWaitEvent", self._now.stream, event)
 
     def finish(self, event: Handle) -> StreamTurn:
-        """Record the end of a job, and let the next one take another stream where one is free."""
+        """Record the end of a job, and let the next one take another stream if one is free."""
         with self._lock:
             turn = self._now
             self._acl.call("aclrtRecordEvent", event, turn.stream)
@@ -72,7 +72,7 @@ class StreamPool:
             return turn
 
     def settle(self, turn: StreamTurn) -> bool:
-        """Return whether the outcome of `turn` is known. Never waits. Raises CopyError where the device is gone."""
+        """Return whether the outcome of `turn` is known. Never waits. Raises CopyError if the device is gone."""
         if not self._lock.acquire(blocking=False):
             return False  # the thread that has it may be waiting for room in a stream
         try:
@@ -99,7 +99,7 @@ class StreamPool:
                 time.sleep(_PAUSE)  # another job has been begun behind it, or waits there
 
     def synchronize(self) -> None:
-        """Wait for all that this thread has queued. Raises CopyError where any of it has failed."""
+        """Wait for all work that this thread has queued. Raises CopyError if any of it has failed."""
         with self._lock:
             self._begun = False
             turns = [*self._before, self._now]
@@ -129,7 +129,7 @@ class StreamPool:
         return status.value == COMPLETE
 
     def _synchronize(self, turn: StreamTurn) -> None:
-        """Ask for the outcome of what an idle stream has done, which makes CANN forget it."""
+        """Query the outcome of an idle stream's work, which makes CANN forget it."""
         result = self._acl.result("aclrtSynchronizeStream", turn.stream)
         turn.error = str(self._acl.error("aclrtSynchronizeStream", result)) if result else ""
         if turn is self._now:
@@ -140,7 +140,7 @@ class StreamPool:
 
 
 def is_recorded(acl: Acl, event: Handle) -> bool:
-    """Return whether what `event` stands for has run, well or not. Raises AclError where the device is gone."""
+    """Return whether the work before `event` has run, well or not. Raises AclError if the device is gone."""
     status = c_int()
     acl.call("aclrtQueryEventStatus", event, byref(status))
     return status.value == RECORDED

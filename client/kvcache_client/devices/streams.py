@@ -1,7 +1,7 @@
-"""A device with streams: a copy queue per direction, on streams of our own beside that on which the engine computes.
+"""A device with streams: a copy queue per direction, on our own streams beside the one on which the engine computes.
 
-A save waits for what was queued on the engine's stream before it; so does a load, since the running step may still read
-a block that was freed. Neither makes the engine's thread wait.
+A save waits for the work that was queued on the engine's stream before it; so does a load, since the running step may
+still read a freed block. Neither makes the engine's thread wait.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _SETTLED = 0.003  # seconds without work after which a device counts as idle: be
 
 
 class Paths(NamedTuple):
-    """`make(saves)` makes the path of saves or of loads; `close` frees what they share, and `keep` they read."""
+    """`make(saves)` makes the path of saves or of loads; `close` frees their shared resources, and they read `keep`."""
 
     make: Callable[[bool], Path]
     keep: object
@@ -69,9 +69,9 @@ class StreamDevice:
         )
         self._saved_last: npt.NDArray[np.int64] = np.zeros(num_blocks, np.int64)  # a block's last save, by number
         self._serving = self._stepping = False
-        self._step_end: Handle | None = None  # an event, recorded while something is to be page-locked yet
+        self._step_end: Handle | None = None  # an event, recorded while memory is still to be page-locked
         self._idle_since = 0.0
-        self._idle_lock = threading.Lock()  # an event must not be recorded and asked for at once
+        self._idle_lock = threading.Lock()  # an event must not be recorded and queried at once
         self._closed = False
 
     def register(self, region: Memory) -> None:
@@ -101,7 +101,7 @@ class StreamDevice:
             self._runtime.wait(self._compute(), event)
 
     def adopt(self, registration: Registration) -> None:
-        """Go on with what has been page-locked before this was made. No job may be running."""
+        """Take over memory that was page-locked before this was made. No job may be running."""
         before, self._registration = self._registration, registration
         for queue in (self._saves, self._loads):
             queue.use(registration)
@@ -141,8 +141,8 @@ class StreamDevice:
         return False
 
     def fence(self, blocks: Collection[int]) -> None:
-        """Saves read blocks in their order, so that the last save of any of these that is queued on the device is the
-        one to wait for. The device waits, not the host."""
+        """Saves read blocks in their order, so the one to wait for is the last save of any of these that is queued on
+        the device. The device waits, not the host."""
         if not blocks or self._closed:
             return
         given = np.fromiter(blocks, np.int64, len(blocks))
@@ -191,7 +191,7 @@ class StreamDevice:
         for free in (self._runtime.use, self._saves.close, self._loads.close, *unlock, self._paths.close):
             try:
                 free()
-            except CopyError as error:  # of a device that is gone: what it held went with it
+            except CopyError as error:  # the device is gone, and its resources with it
                 logger.warning("the device does not free what copies used: %s", error)
 
     def _compute(self) -> Handle:
@@ -199,7 +199,7 @@ class StreamDevice:
         return self._now()
 
     def _start(self, queue: CopyQueue, job: Job) -> int:
-        """Return the job's number in its queue, 0 where it has ended with an error already."""
+        """Return the job's number in its queue, 0 if it has already ended with an error."""
         try:
             check_job(job, self._blocks, self._slot)
             return queue.put(job, self._compute())

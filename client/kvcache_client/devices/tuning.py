@@ -16,11 +16,11 @@ class Tuning:
     Attributes:
         stage_bytes: KVCACHE_COPY_STAGE_MIB, device memory of each of the four staging buffers, and page-locked memory
             of each bounce buffer. 16 MiB lose 0.4 % of the rate, 8 MiB 1.2 %.
-        staged_below: KVCACHE_COPY_STAGED_BELOW_KIB, fragments from this size on go straight: of 2 MiB they lose
-            1 to 2 % of the rate. 0 stages nothing.
-        bursts: KVCACHE_COPY_BURST, thread blocks a multiprocessor that gather and scatter use.
-        register_chunk: KVCACHE_REGISTER_CHUNK_MIB, bytes that are page-locked at once where an engine serves already;
-            no copy crosses the end of such a piece.
+        staged_below: KVCACHE_COPY_STAGED_BELOW_KIB, fragments from this size on go directly: at 2 MiB they lose 1 to 2
+            % of the rate. 0 stages nothing.
+        bursts: KVCACHE_COPY_BURST, thread blocks per multiprocessor that gather and scatter use.
+        register_chunk: KVCACHE_REGISTER_CHUNK_MIB, bytes that are page-locked at once when an engine already serves; no
+            copy crosses the end of such a piece.
         npu_register: KVCACHE_NPU_REGISTER, 1 page-locks the region for an NPU on old kernels, too.
     """
 
@@ -32,7 +32,7 @@ class Tuning:
 
 
 def read_tuning(environ: Mapping[str, str] = os.environ, normal: Tuning = Tuning()) -> Tuning:  # noqa: B008
-    """Return what the environment sets, and the rest as `normal`.
+    """Return the values from the environment, and the rest from `normal`.
 
     Raises ConfigError, naming the variable and its bounds.
     """

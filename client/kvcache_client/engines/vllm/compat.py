@@ -58,7 +58,7 @@ def process_layout(vllm_config: Any, spec: Any = None) -> str:
         try:
             backend = get_attn_backend(spec.head_size, model.dtype, cache.cache_dtype, use_mla=model.use_mla)
             required = backend.get_required_kv_cache_layout()
-        except (AssertionError, AttributeError, ImportError, NotImplementedError, ValueError):  # it wants to know more
+        except (AssertionError, AttributeError, ImportError, NotImplementedError, ValueError):  # it needs more facts
             required = None
         set_kv_cache_layout(None)  # the required layout is returned, and this process stays as it was
         return str(required or get_kv_cache_layout())

@@ -27,7 +27,7 @@ from kvcache_client.settings import CONNECTOR, ConnectorSettings, parse_settings
 
 logger = logging.getLogger("vllm.kvcache")
 
-POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14: fills this process's page tables; the pages are there
+POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14: fills this process's page tables; the pages exist
 _PART = 64 << 20
 _THREADS = 8
 _CLAIM = 5.0  # seconds that a connector waits for a connection that was begun here
@@ -89,7 +89,7 @@ class Preparation:
                 self.registration.register(region)
                 while mapped < region.bytes and not self._claimed.wait(_GROWS):
                     mapped = map_pages(region, mapped)
-        except Exception as error:  # noqa: BLE001 - the connector does it all again, and logs what is wrong
+        except Exception as error:  # noqa: BLE001 - the connector does it all again, and logs the error
             logger.info("the region is not prepared while the engine starts: %s", error, exc_info=error)
         finally:
             self._attached.set()

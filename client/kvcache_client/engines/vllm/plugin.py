@@ -21,5 +21,5 @@ def register_vllm_connector() -> None:
         KVConnectorFactory.register_connector(CONNECTOR, "kvcache_client.connector", CONNECTOR)
     try:
         install()
-    except Exception as error:  # noqa: BLE001 - a vLLM that starts its ranks in another way: the connector does it later
+    except Exception as error:  # noqa: BLE001 - this vLLM starts its ranks in another way: the connector does it later
         logger.info("the region is not prepared while ranks start: %s", error, exc_info=error)
