@@ -1,4 +1,4 @@
-"""Tiers below and beyond the host's memory: its disk, and stores that many hosts share.
+"""Tiers below and beyond the host's memory: its disk, and stores shared by many hosts.
 
-Each tier runs in a process of its own, which is a session of the daemon's.
+Each tier runs in its own process, which has a session with the daemon.
 """

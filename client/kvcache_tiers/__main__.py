@@ -20,7 +20,7 @@ from kvcache_proto.messages import SECOND, WRITE_POLICIES
 from kvcache_tiers.process import RESTART, STOP_SECONDS, URL, TierProcess
 
 MOST_FILES = 1 << 18  # more would take long to close
-OOM_SCORE = 500  # the kernel ends a tier before an engine and the daemon, whose own score may be -900: it comes back
+OOM_SCORE = 500  # the kernel kills a tier before an engine and the daemon, whose score may be -900: a tier comes back
 
 
 def main() -> int:
@@ -32,7 +32,7 @@ def main() -> int:
     parser.add_argument("--child", action="store_true", help="end when standard input ends")
     given = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s")
-    logging.raiseExceptions = False  # nobody reads the log of a tier whose daemon was killed
+    logging.raiseExceptions = False  # no process reads the log of a tier whose daemon was killed
     signal.pthread_sigmask(signal.SIG_SETMASK, ())  # the daemon's threads block signals
     _be_killed_first()
     try:
@@ -52,7 +52,7 @@ def main() -> int:
         logging.error("%s", error)
         return 6 if isinstance(error, NotPermitted) else 2 if isinstance(error, ClientError) else 1
     if status == RESTART:
-        os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # also what a client library has left open
+        os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # also descriptors that a client library has left open
         os.execv(sys.executable, [sys.executable, "-m", "kvcache_tiers", *sys.argv[1:]])
     return status
 
@@ -65,7 +65,7 @@ def _be_killed_first() -> None:
 
 
 def _stop(process: TierProcess) -> None:
-    """Let the process end: by itself, or after some seconds, though the store does not answer."""
+    """Let the process end: by itself, or after some seconds, even if the store does not answer."""
     process.stop()
     last = threading.Timer(STOP_SECONDS, os._exit, (1,))
     last.daemon = True

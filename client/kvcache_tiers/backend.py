@@ -1,6 +1,6 @@
-"""What a store must do to be a tier. Others ship one as an entry point of the group `kvcache_server.tiers`.
+"""The interface of a store that is a tier. Other packages ship one as an entry point of `kvcache_server.tiers`.
 
-The entry point's name is the scheme of its URLs, and what it names is an `Open`. conformance.py tests a backend.
+The entry point's name is the scheme of its URLs, and its object is an `Open`. conformance.py tests a backend.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from kvcache_proto.text import escaped
 
 GROUP = "kvcache_server.tiers"
 MAX_KEY, MAX_HEADER = 255, 16 << 10  # bytes
-MOST_TEXT = 500  # characters of an error that are told
+MOST_TEXT = 500  # characters of an error that are shown
 EXTRAS = ("objects", "redis")  # extras of this package, each named like the module that needs it
 
 
 class Failed(Exception):
-    """The store did not do what it was asked for, and may not for a while: it is full, unreachable or broken.
+    """The store did not serve the request, and may not for a while: it is full, unreachable or broken.
 
-    As text it is one short line, whatever the store has said: it is logged, and shown to operators.
+    As text it is one short line, whatever the store's message: it is logged, and shown to operators.
     """
 
     def __str__(self) -> str:
@@ -40,23 +40,23 @@ class Backend(Protocol):
     """A store of values by key. A value is never changed: the same key always has the same bytes.
 
     All methods are called from several threads at once, and may block for some seconds. They raise Failed, and no other
-    error, if the store failed; what they did until then need not be undone. A value that is not whole is not there.
+    error, if the store failed; their partial work need not be undone. A value that is not whole counts as missing.
     Bytes that changed in the store need not be noticed: the caller compares checksums.
 
     Attributes:
-        batch_bytes: how much data one call of `put` or `get` should have for the store to be fast.
-        counts: what went wrong or was given up, by a name of the backend's own; the tier logs them.
+        batch_bytes: bytes of data that one call of `put` or `get` should have for the store to be fast.
+        counts: failures and losses, by the backend's own names; the tier logs them.
     """
 
     batch_bytes: int
     counts: Counter[str]
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
-        """Return which values are there. One of them may be gone when it is read."""
+        """Return, for each value, whether it is there. It may be gone when it is read."""
         ...
 
     def put(self, keys: Sequence[bytes], values: Sequence[Value]) -> list[bool]:
-        """Store values; return which of them are there now. One for which there is no room is left out."""
+        """Store values; return, for each, whether it is there now. A value without room is left out."""
         ...
 
     def get(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[bytes | None]:
@@ -72,14 +72,14 @@ class Backend(Protocol):
         ...
 
     def lost(self) -> str:
-        """Return why the store must be opened again, because what it had was removed; "" if it need not be.
+        """Return the reason that the store must be opened again, because its values were removed; "" if it need not be.
 
         This is called every few seconds. Raises Failed if it could not be opened again, either.
         """
         ...
 
     def close(self) -> None:
-        """End all that the backend has begun. No other call follows, and none is running."""
+        """End all work of the backend. No other call follows, and none is running."""
         ...
 
 
@@ -88,7 +88,7 @@ Open = Callable[[str, memoryview], Backend]  # takes the URL, and the region tha
 
 
 def find_opener(url: str) -> Open:
-    """Return what opens the tier that a URL names. Raises ConfigError."""
+    """Return the opener of the tier that a URL names. Raises ConfigError."""
     scheme = url.partition(":")[0]
     known = entry_points(group=GROUP)
     if scheme not in known.names:

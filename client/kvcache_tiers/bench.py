@@ -1,7 +1,7 @@
 """`python -m kvcache_tiers.bench`: how fast a store is as a tier. `kvcache-server bench --tier URL` does the same.
 
-It writes values of one size as a tier does, in batches from several threads, asks for them, reads them back, and
-removes them. What it writes is not compressible.
+It writes values of one size as a tier does, in batches from several threads, looks them up, reads them back, and
+removes them. The values are not compressible.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from kvcache_proto.sizes import format_size, parse_size
 from kvcache_tiers.backend import Backend, Failed, Value, find_opener
 from kvcache_tiers.process import READERS, URL, WRITERS
 
-LOOKUPS = 200  # questions for LOOKED_UP keys each
+LOOKUPS = 200  # lookups of LOOKED_UP keys each
 LOOKED_UP = 64
 HEADER = bytes(128)
-_STAMP = 8  # bytes at the beginning of a value, which say which one it is
+_STAMP = 8  # bytes at the beginning of a value that identify it
 
 
 class Bench:
-    """Of one backend and `count` values of `size` bytes."""
+    """The benchmark of one backend, with `count` values of `size` bytes."""
 
     def __init__(self, backend: Backend, region: memoryview, size: int, count: int) -> None:
         self._backend, self._size = backend, size
@@ -49,11 +49,11 @@ class Bench:
         return self._run(WRITERS, self._put)
 
     def get(self) -> float:
-        """Read all values; return bytes per second. Raises Failed, also if one is not what was written."""
+        """Read all values; return bytes per second. Raises Failed, also if one differs from the written one."""
         return self._run(READERS, self._get)
 
     def look(self) -> float:
-        """Return the median of the seconds in which the store says which of LOOKED_UP values it has."""
+        """Return the median of the seconds that the store takes to look up LOOKED_UP values."""
         times = []
         for number in range(LOOKUPS):
             at = number * LOOKED_UP % len(self._keys)

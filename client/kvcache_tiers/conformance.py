@@ -70,7 +70,7 @@ class BackendSuite:
             yield tier
 
     def stored(self, tier: Backend, *numbers: int, size: int | None = None) -> list[bool]:
-        """Return which values are there, after a look at their bytes."""
+        """Return, for each value, whether it is there, after a check of its bytes."""
         size = size or self.size
         buffers = [self.buffers.cut(size) for _ in numbers]
         headers = tier.get([key(each) for each in numbers], buffers)
@@ -134,7 +134,7 @@ class BackendSuite:
             assert self.stored(tier, 1, 2, 3) == [True, True, False]
 
     def test_many_threads(self, tier: Backend) -> None:
-        """Each finds a value whole, or not at all."""
+        """Each thread finds a value whole, or not at all."""
         ended: list[int] = []
 
         def work(seed: int) -> None:

@@ -1,7 +1,7 @@
 """A folder of this host as a tier: `disk:/var/cache/kvcache?size=500GiB`.
 
-Values are kept in segments (segments.py). If the folder is full, the values that were read least lately give way, first
-those of the same lengths, then the segment of another kind that nobody has used for the longest time.
+Values are kept in segments (segments.py). If the folder is full, the least recently read values give way, first those
+of the same lengths, then the least recently used segment of another kind.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from kvcache_tiers.segments import LAST_NUMBER, LEAST_RECORDS, MOST_BYTES, PAGE,
 from kvcache_tiers.urls import options, shown, split_url
 
 SEGMENT = MOST_BYTES  # of a large tier
-SEGMENTS = 16  # that even a small one has, because each kind of values takes some of its own
-HOTTEST = 3  # times that a value is passed over when room is needed
+SEGMENTS = 16  # that even a small one has, because each kind of values needs its own
+HOTTEST = 3  # most times that a value is passed over when room is needed
 YIELD = 0.02  # seconds that a write waits at most for reads to end
 FULL = (errno.ENOSPC, errno.EDQUOT)
-FULL_PAUSE = 1.0  # seconds for which a full disk is not asked for room again
+FULL_PAUSE = 1.0  # seconds before a full disk is tried again
 
 Place = tuple[Segment, int]
 
@@ -55,10 +55,10 @@ class DiskTier:
     batch_bytes = 8 << 20
 
     def __init__(self, folder: Path, size: int, direct: bool = True) -> None:
-        """Open the folder, and find what is in it.
+        """Open the folder, and find its values.
 
-        Raises Failed, also where another process has it, ConfigError for a folder with files of somebody else that are
-        called like a tier's, and NotPermitted where another user could change what is stored.
+        Raises Failed, also if another process has it, ConfigError for a folder with foreign files that are named like a
+        tier's, and NotPermitted if another user could change the stored values.
         """
         self.counts: Counter[str] = Counter()
         self._size, self._direct = size, direct
@@ -109,7 +109,7 @@ class DiskTier:
             return ""
         why = f"{self._folder.path}: its files were removed"
         with contextlib.suppress(OSError, NotPermitted):
-            os.close(self._folder.open("lock", os.O_RDWR | os.O_CREAT))  # else what is left would be somebody else's
+            os.close(self._folder.open("lock", os.O_RDWR | os.O_CREAT))  # else the rest would belong to another process
         try:
             Folder(self._folder.path).close()  # which makes it, if needed
         except OSError as error:
@@ -140,7 +140,7 @@ class DiskTier:
             self.counts["reads_failed"] += 1
             if error.errno != errno.EIO:
                 raise Failed(f"{segment.path}: {error.strerror}") from error
-            with self._lock:  # this part of the disk is gone; others may not be
+            with self._lock:  # this part of the disk is gone; other parts may not be
                 self._forget(key)
             return None
         finally:
@@ -186,7 +186,7 @@ class DiskTier:
                 # This part of the disk may be broken: it is not used again before the folder is opened again.
                 self.counts["writes_failed"] += 1
                 raise Failed(f"{segment.path}: {error.strerror}") from error
-            self.counts["disk_full"] += 1  # of a file system that promises more than it has
+            self.counts["disk_full"] += 1  # a file system that promises more than it has
             with self._lock:
                 segment.given_up.add(record)
             return False
@@ -196,7 +196,7 @@ class DiskTier:
             self._unpin(place)
 
     def _move(self, segment: Segment, record: int, buffer: memoryview, reads: bool) -> None:
-        """Read or write the data of a record, past the page cache where that is possible. Raises OSError."""
+        """Read or write the data of a record, past the page cache if possible. Raises OSError."""
         offset, view = record * segment.kind.stride, buffer.cast("B")
         if self._direct and segment.direct_file >= 0:
             aligned = not view.nbytes % PAGE and not _address(view) % PAGE
@@ -219,21 +219,21 @@ class DiskTier:
         os.posix_fadvise(segment.file, offset, segment.kind.stride, os.POSIX_FADV_DONTNEED)
 
     def _bounce_buffer(self, size: int) -> memoryview:
-        """Return `size` bytes of this thread's, at the beginning of a page."""
+        """Return a buffer of `size` bytes of this thread, at the beginning of a page."""
         buffer: mmap.mmap | None = getattr(self._local, "buffer", None)
         if buffer is None or len(buffer) < size:
             buffer = self._local.buffer = mmap.mmap(-1, size)
         return memoryview(buffer)[:size]
 
     def _place(self, kind: Kind) -> Place | None:
-        """Return a place for a value: a free one, one in a new segment, or that of a value which gives way."""
+        """Return a place for a value: a free one, one in a new segment, or that of a value that gives way."""
         free = self._free.setdefault(kind, [])
         if not free and not self._grow(kind):
             self._make_room(kind)
         return free.pop() if free else None
 
     def _grow(self, kind: Kind) -> bool:
-        """Make another segment, a small one where the disk has no room for more. Raises Failed."""
+        """Make another segment, a small one if the disk has no room for more. Raises Failed."""
         if not kind.plausible(LEAST_RECORDS):  # it would not be found again
             return False
         held = sum(segment.size for segment in self._segments.values())
@@ -249,7 +249,7 @@ class DiskTier:
             while fitting >= LEAST_RECORDS and number <= LAST_NUMBER:
                 try:
                     segment = Segment.make(self._folder, number, kind, fitting)
-                except FileExistsError:  # somebody has put it there since the folder was opened
+                except FileExistsError:  # another process has made it since the folder was opened
                     number += 1
                 except OSError as error:
                     if error.errno not in FULL:
@@ -303,7 +303,7 @@ class DiskTier:
     # Records.
 
     def _in_place(self) -> bool:
-        """Return whether all its files are still in the folder, and that where it was."""
+        """Return whether all its files are still in the folder, and the folder is in its place."""
         if not (self._folder.in_place() and self._folder.has("lock", self._owner)):
             return False
         with self._lock:
@@ -316,7 +316,7 @@ class DiskTier:
 
     def _own(self, folder: Path) -> None:
         """Make sure that no other process uses the folder. Raises OSError, Failed, ConfigError, NotPermitted."""
-        if not self._folder.check("lock") and numbers(self._folder):  # what is not whole would be removed
+        if not self._folder.check("lock") and numbers(self._folder):  # files that are not whole would be removed
             raise ConfigError(f"{folder} has files called like a tier's, but no file lock: name another folder")
         self._owner = self._folder.open("lock", os.O_RDWR | os.O_CREAT)
         try:
@@ -325,7 +325,7 @@ class DiskTier:
             raise Failed(f"{folder}: another process uses it") from None
 
     def _find(self) -> None:
-        rest = self._size  # which may have been larger when the oldest were made
+        rest = self._size  # it may have been larger when the oldest ones were made
         for number in reversed(numbers(self._folder)):
             segment = Segment.open(self._folder, number, rest)
             if segment is None:
@@ -364,7 +364,7 @@ class DiskTier:
             segment, record = place
             try:
                 segment.clear(record)
-            except OSError:  # checksums tell that the value is another one, should its entry be found again
+            except OSError:  # checksums show that the value is another one, should its entry be found again
                 self.counts["writes_failed"] += 1
             if record in segment.pins:
                 segment.given_up.add(record)

@@ -1,7 +1,7 @@
-"""A tier's folder, held by its descriptor, so that nobody can lead the tier to other files.
+"""A tier's folder, held by its descriptor, so that no other user can lead the tier to other files.
 
-The folder must belong to the tier's user or to root, and nobody else may write to it. The same is true of each file in
-it, which must be a regular one with a single name. Links are not followed, and opening never blocks.
+The folder must belong to the tier's user or to root, and no other user may write to it. The same holds for each file in
+it, which must be a regular file with a single name. Links are not followed, and opening never blocks.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ _SAFELY = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
 
 
 class Folder:
-    """Names are those of files directly in it. All methods raise OSError with the full path."""
+    """A folder; names are of files directly in it. All methods raise OSError with the full path."""
 
     def __init__(self, path: Path) -> None:
-        """Open the folder, which is made if needed. Raises NotPermitted, OSError."""
+        """Open the folder, and make it if needed. Raises NotPermitted, OSError."""
         self.path = path
         path.mkdir(parents=True, exist_ok=True, mode=0o700)
         found = path.lstat()

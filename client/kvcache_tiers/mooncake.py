@@ -1,23 +1,23 @@
 """A Mooncake Store as a tier: `mooncake://master-host:50051/?protocol=rdma&device=mlx5_0`.
 
-The store's nodes hold the values in their memory, its master knows where, and the bytes go straight between a node's
-memory and the region. The store decides by itself which values give way.
+The store's nodes hold the values in their memory, its master knows their places, and the bytes go directly between a
+node's memory and the region. The store itself decides which values give way.
 
-- `segment` is the memory that this host adds to the store, a size; none by default, so that another process has to add
-  some, such as `mooncake_client`. What is in it is lost when this process ends.
-- `metadata` is where nodes learn how to reach each other. By default they ask each other; else it is the URL of a
-  metadata server, as in http://master-host:8080/metadata.
+- `segment` is the size of the memory that this host adds to the store; none by default, so that another process has to
+  add some, such as `mooncake_client`. Its values are lost when this process ends.
+- `metadata` is the URL of a metadata server, as in http://master-host:8080/metadata, from which nodes learn how to
+  reach each other. By default they ask each other.
 - `protocol` is tcp (the default) or rdma, and `device` the devices for rdma, separated by commas.
 - `hostname` is the address at which the other nodes reach this one, by default the one that faces the master; name it
   if that is localhost and there are other hosts.
 - `local_buffer` is memory that the library copies through where it cannot transfer directly; 16 MiB by default.
-- `timeout` is how many seconds a master or a node may be silent; 5 by default. A call for up to 64 values lasts about
-  four times that at most. If nothing listens at the master's address any more, it is about 4.3 s regardless. For rdma,
-  the devices' own retries decide how long a node may be silent: a transfer that was given up could still write into the
-  region.
+- `timeout` is the number of seconds that a master or a node may be silent; 5 by default. A call for up to 64 values
+  lasts at most about four times that. If nothing listens at the master's address any more, it is about 4.3 s
+  regardless. For rdma, the devices' own retries decide how long a node may be silent: a transfer that was given up
+  could still write into the region.
 
-The library listens on two TCP ports of all addresses, whatever `hostname` and MC_TCP_BIND_ADDRESS say, and asks nobody
-who they are: with tcp, whoever reaches them can read and write the region. Use it in a network that you trust, or
+The library listens on two TCP ports of all addresses, whatever `hostname` and MC_TCP_BIND_ADDRESS are, and without
+authentication: with tcp, anyone who reaches them can read and write the region. Use it in a network that you trust, or
 behind a firewall. It is native code that can crash or hang its process.
 """
 
@@ -44,24 +44,24 @@ from kvcache_tiers.urls import options, seconds, shown, split_url
 
 PORT = 50051  # the master's own default
 BATCH = 64  # values in one call of the library
-CALLS = 8  # at the same time; further ones wait
+CALLS = 8  # at the same time; further calls wait
 
-# A value is the slot's data and then a room with the header: a read has to name the exact size of what it reads, and
-# does not know that of the header. Nearly all headers fit the small room.
+# A value is the slot's data and then a room with the header: a read has to name the exact size of the value, and does
+# not know the header's size. Nearly all headers fit the small room.
 #
 # The checksum is of data, header and key. A value that is removed while somebody reads it gives its memory to another
 # one at once, and the reader would not notice.
 _FIXED = struct.Struct("<QI")  # checksum, bytes of the header
 ROOMS = (1 << 10, (16 << 10) + 64)  # bytes
 
-# The library's codes. A value that is shorter than the buffers is "not reached", too.
+# The library's codes. A value that is shorter than the buffers is also "not reached".
 _NO_ROOM, _TOO_LARGE, _NOT_READY, _NOT_FOUND, _EXISTS, _NOT_REACHED = -200, -600, -703, -704, -705, -800
 _MASTER = range(-1099, -899)  # it does not answer, or does not serve
 _REASONS = {_NO_ROOM: "no_room", _NOT_READY: "not_ready", _NOT_REACHED: "transfers_failed"}
 
 
 class Options(NamedTuple):
-    """What a URL says; sizes in bytes, `timeout` in seconds."""
+    """The options in a URL; sizes in bytes, `timeout` in seconds."""
 
     master: str
     port: int
@@ -75,7 +75,7 @@ class Options(NamedTuple):
 
 
 def parse(url: str) -> Options:
-    """Return what the URL of a tier says. Raises ConfigError."""
+    """Return the options in a tier's URL. Raises ConfigError."""
     split = split_url(url)
     try:
         port = split.port or PORT
@@ -103,7 +103,7 @@ def parse(url: str) -> Options:
 def open_tier(url: str, region: memoryview) -> MooncakeTier:
     """Open `mooncake://HOST:PORT/`, and register the region with the library. Raises ConfigError or Failed.
 
-    For rdma the whole region is pinned, which takes `ulimit -l unlimited`.
+    For rdma the whole region is pinned, which requires `ulimit -l unlimited`.
     """
     given = parse(url)
     for name, value in environment(given.timeout).items():
@@ -136,9 +136,9 @@ def open_tier(url: str, region: memoryview) -> MooncakeTier:
 
 
 def environment(timeout: float) -> dict[str, str]:
-    """Return the settings that the library takes from the environment alone, some of them when it is imported.
+    """Return the settings that the library takes only from the environment, some of them when it is imported.
 
-    What the user has set stays. `timeout` is in seconds.
+    The user's settings stay. `timeout` is in seconds.
     """
     seconds, milliseconds = str(math.ceil(timeout)), str(math.ceil(1000 * timeout))
     return {
@@ -147,8 +147,8 @@ def environment(timeout: float) -> dict[str, str]:
         "MC_HANDSHAKE_CONNECT_TIMEOUT": seconds,
         "MC_TCP_STATUS_TIMEOUT_SEC": seconds,
         "MC_TCP_PROGRESS_TIMEOUT_SEC": seconds,
-        # What is queued for a node that is silent fails one after the other on each connection (lane). With 4 of them
-        # and a long queue, the defaults, 16 values take ten timeouts.
+        # Requests queued for a silent node fail one after another on each connection (lane). With 4 lanes and a long
+        # queue, the defaults, 16 values take ten timeouts.
         "MC_TCP_LANES_PER_PEER": "16",
         "MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": "16",
         "MC_TCP_ADMISSION_TIMEOUT_MS": milliseconds,  # to the queue
@@ -160,9 +160,9 @@ def environment(timeout: float) -> dict[str, str]:
 class MooncakeTier:
     """Counters: `counts`, by name. `store` is the library's client.
 
-    A call raises Failed while the master does not answer, and works again when it does: the library connects anew. A
-    master that was started again knows no value. A node that is gone is a miss for what it held; until the master
-    notices (10 s by default), `contains` still says that it is there, and a value that would be put there is left out.
+    A call raises Failed while the master does not answer, and works again when it does: the library reconnects. A
+    restarted master knows no values. The values of a node that is gone are misses; until the master notices (10 s by
+    default), `contains` still reports them, and a value that would be put there is left out.
     """
 
     batch_bytes = 32 << 20
@@ -171,7 +171,7 @@ class MooncakeTier:
         """Take a `store` that is set up. Raises ConfigError if the region cannot be registered."""
         self.counts: Counter[str] = Counter()
         self.store, self._master, self._region = store, master, region
-        self._scratch = mmap.mmap(-1, CALLS * BATCH * ROOMS[-1])  # the headers of a call are here
+        self._scratch = mmap.mmap(-1, CALLS * BATCH * ROOMS[-1])  # for the headers of each call
         self._free: queue.SimpleQueue[int] = queue.SimpleQueue()
         for number in range(CALLS):
             self._free.put(number * BATCH * ROOMS[-1])
@@ -265,7 +265,7 @@ class MooncakeTier:
         return found
 
     def _call(self, name: str, keys: Sequence[bytes], *rest: object) -> list[int]:
-        """Return the library's code for each key. Raises Failed if it is the master that fails."""
+        """Return the library's code for each key. Raises Failed if the master fails."""
         if not keys:
             return []
         codes: list[int] = getattr(self.store, name)([key_name(key) for key in keys], *rest)
@@ -301,17 +301,17 @@ class MooncakeTier:
 def _reach(given: Options) -> str:
     """Return the address from which this host reaches the master. Raises Failed.
 
-    The library itself would try for a long time, and not say what is wrong.
+    The library itself would try for a long time, and not report the cause.
     """
     try:
         with socket.create_connection((given.master, given.port), given.timeout) as connection:
             return str(connection.getsockname()[0])
-    except (OSError, UnicodeError) as error:  # Unicode: of a name that cannot be one
+    except (OSError, UnicodeError) as error:  # Unicode: a name that cannot be a host's
         raise Failed(f"{given.master}:{given.port}: no master of a Mooncake Store: {error}") from error
 
 
 def key_name(key: bytes) -> str:
-    """Return what a key is called in the store, which other programs may use, too."""
+    """Return the name of a key in the store, which other programs may use, too."""
     return f"kvcache/{key.hex()}"
 
 

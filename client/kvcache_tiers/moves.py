@@ -22,18 +22,18 @@ MOST_WRONG = 1 << 16  # values that are remembered
 
 
 class Moves:
-    """Of one backend; thread-safe. A store that refuses writes or removals is read nevertheless.
+    """The moves of one backend; thread-safe. A store that refuses writes or removals is still read.
 
     Attributes:
-        counts: what happened, by name.
-        writing, removing: the pauses of what the store has refused.
+        counts: events, by name.
+        writing, removing: the pauses after refused work.
     """
 
     def __init__(self, backend: Backend, counts: Counter[str]) -> None:
         self._backend, self.counts = backend, counts
         self.writing = Pause("the store is not written to")
         self.removing = Pause("wrong values are not removed from the store")
-        self._wrong: set[bytes] = set()  # keys of values that could not be removed; they count as not there
+        self._wrong: set[bytes] = set()  # keys of values that could not be removed; they count as missing
 
     def look(self, spec: NamespaceSpec, group: int, hashes: Sequence[bytes]) -> bytes:
         """Return a byte for each block, 1 if it is there. Raises Failed."""
@@ -42,7 +42,7 @@ class Moves:
     def bring(
         self, spec: NamespaceSpec, group: int, hashes: Sequence[bytes], refs: Sequence[BlockRef], region: Region
     ) -> list[bytes | None]:
-        """Copy blocks into the slots `refs`; return the checksums of each one's shards, None where it is not there.
+        """Copy blocks into the slots `refs`; return the checksums of each one's shards, None if it is missing.
 
         Raises Failed; then the slots may have been written to.
         """
@@ -66,7 +66,7 @@ class Moves:
                 sums = None
             found.append(sums)
         absent = [key for key, header in zip(keys, headers, strict=True) if header is None]
-        if absent:  # what is no value of these blocks, and yet there, would never be replaced
+        if absent:  # a wrong value under these keys would never be replaced
             unread = [key for key, has in zip(absent, self._backend.contains(absent), strict=True) if has]
             self.counts["headers_wrong"] += len(unread)
             wrong += unread
@@ -76,7 +76,7 @@ class Moves:
     def write_out(
         self, spec: NamespaceSpec, group: int, hashes: Sequence[bytes], packed: bytes, sums: bytes, region: Region
     ) -> bytes:
-        """Store the blocks in the slots `packed`, whose shards have the checksums `sums`; 0 stands for an unknown one.
+        """Store the blocks in the slots `packed`, whose shards have the checksums `sums`; 0 is an unknown one.
 
         Return a byte for each block, 1 if it is there. Raises Failed if the store cannot be read.
         """
@@ -117,13 +117,14 @@ class Moves:
         return [has and key not in self._wrong for key, has in zip(keys, there, strict=True)]
 
     def _remove(self, keys: Sequence[bytes]) -> None:
-        """Remove wrong values, or take them for not there as long as they cannot be removed."""
+        """Remove wrong values, or count them as missing as long as they cannot be removed."""
         removed = self._try(self.removing, "removals_refused", len(keys), lambda: self._backend.remove(keys))
         if not removed and len(self._wrong) < MOST_WRONG:
             self._wrong.update(keys)
 
     def _try(self, pause: Pause, refused: str, number: int, work: Callable[[], None]) -> bool:
-        """Do what the store may refuse and be read nevertheless, unless there is a pause; return whether it was done.
+        """Do work that the store may refuse while it is still read, unless there is a pause; return whether it was
+        done.
 
         If not, `number` is counted as `refused`.
         """

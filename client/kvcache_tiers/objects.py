@@ -2,13 +2,14 @@
 
 Each `put` writes its values as one object, a pack (packs.py), because stores answer in tens of milliseconds and bill
 requests. There are no objects per key: each process has an index of all packs in memory. It reads their heads when it
-opens the tier, and then looks for the packs of other hosts every few seconds. Hosts need no other way to agree.
+opens the tier, and then looks for the packs of other hosts every few seconds. Hosts need no other coordination.
 
 The tier has no limit of its size: the bucket's lifecycle rules remove packs by age. They should also remove incomplete
-multipart uploads, which hosts leave that die. Credentials come from the environment variables that the stores' tools
-read, such as AWS_ACCESS_KEY_ID, GOOGLE_APPLICATION_CREDENTIALS and AZURE_STORAGE_ACCOUNT_NAME, or from the host's role.
+multipart uploads, which dying hosts leave behind. Credentials come from the environment variables that the stores'
+tools read, such as AWS_ACCESS_KEY_ID, GOOGLE_APPLICATION_CREDENTIALS and AZURE_STORAGE_ACCOUNT_NAME, or from the host's
+role.
 
-obstore has no HDFS: `opendal` has, and who needs it would write a backend with that.
+obstore has no HDFS; `opendal` has, and a backend for HDFS would use that.
 """
 
 from __future__ import annotations
@@ -53,13 +54,13 @@ if TYPE_CHECKING:
     from obstore.store import AzureConfig, ClientConfig, GCSConfig, RetryConfig, S3Config
 
 FOLDER = "packs"
-PART = 8 << 20  # bytes of a request that writes, of which one pack has up to 8 at once
+PART = 8 << 20  # bytes of a request that writes; one pack has up to 8 at once
 LONGEST_READ = 8 << 20  # bytes of a request that reads, and of the memory that it needs
-READERS = 16  # requests that read values at once, of all callers
-FINDERS = 32  # requests that read heads at once
-AT_ONCE = 1024  # heads that are asked for together
+READERS = 16  # concurrent requests of all callers that read values
+FINDERS = 32  # concurrent requests that read heads
+AT_ONCE = 1024  # heads that are requested together
 MOST_PACKS = 1 << 20  # that are listed, and
-LONGEST_LISTING = 120.0  # seconds that this may take: a server may say again and again that there are more
+LONGEST_LISTING = 120.0  # seconds that this may take: a server may repeatedly report that there are more
 OVERLAP = 60_000  # milliseconds; see _look
 RELIST = 600  # seconds between listings of all packs
 
@@ -76,14 +77,14 @@ _ENDPOINT = re.compile(r"https?://([A-Za-z0-9.-]+|\[[0-9A-Fa-f:]+\])(:[0-9]{1,5}
 def open_tier(url: str, region: memoryview) -> ObjectTier:
     """Open `s3://BUCKET/PREFIX?endpoint=URL&region=NAME&refresh=SECONDS&timeout=SECONDS`; gs and az have no region.
 
-    `refresh` says how often to look for what other hosts have written. A request whose answer makes no progress for
+    `refresh` is the time between two looks for other hosts' packs. A request whose answer makes no progress for
     `timeout` seconds fails. That includes its upload: the link must carry a pack of 64 MiB in this time.
 
     Raises ConfigError or Failed.
     """
     split = split_url(url)
     name = shown(split)
-    if "@" in split.netloc + split.query:  # comes first, because it does not repeat the URL
+    if "@" in split.netloc + split.query:  # comes first, because its message does not repeat the URL
         raise ConfigError(f"a tier of {split.scheme}: credentials belong in the environment, not in the URL")
     given = options(split, *_KINDS[split.scheme], "refresh", "timeout")
     if not _BUCKET.fullmatch(split.netloc):
@@ -102,7 +103,7 @@ def open_tier(url: str, region: memoryview) -> ObjectTier:
 
 
 def _open_store(scheme: str, bucket: str, prefix: str, given: dict[str, str], timeout: float) -> Store:
-    """Return the store. Raises what obstore raises for wrong settings, also those of the environment."""
+    """Return the store. Raises obstore's errors for wrong settings, also those of the environment."""
     endpoint, stall = given.get("endpoint"), timedelta(seconds=timeout)
     client: ClientConfig = {"connect_timeout": stall, "read_timeout": stall, "timeout": 6 * stall}
     if endpoint and endpoint.startswith("http:"):
@@ -127,7 +128,7 @@ class ObjectTier:
     batch_bytes = MOST_DATA
 
     def __init__(self, store: Store, name: str, refresh: float) -> None:
-        """Read the heads of all packs. `name` stands in errors; `refresh` is in seconds. Raises Failed."""
+        """Read the heads of all packs. `name` appears in errors; `refresh` is in seconds. Raises Failed."""
         self.counts: Counter[str] = Counter()
         self._store, self._name = store, name
         self._lock = threading.Lock()  # of the index, the ignored packs and the counters
@@ -166,7 +167,7 @@ class ObjectTier:
             return []
 
         rest = list(range(len(keys)))
-        while rest:  # another pack may have what one that is gone had
+        while rest:  # another pack may have the values of one that is gone
             with self._lock:
                 places = [(number, self._index.find(keys[number])) for number in rest]
             wanted = [(n, place) for n, place in places if place is not None and place.size == buffers[n].nbytes]
@@ -210,7 +211,7 @@ class ObjectTier:
     # Packs.
 
     def _fetch(self, run: Run) -> memoryview | None:
-        """Return the data of a run; None if its pack is gone, which is forgotten then. Raises Failed."""
+        """Return the data of a run; None if its pack is gone, which is then forgotten. Raises Failed."""
         (_, first), (_, last) = run[0], run[-1]
         data = self._read(first.pack, first.offset, last.offset + last.size)
         if data is None:
@@ -287,11 +288,11 @@ class ObjectTier:
                 relisted = now if everything else relisted
 
     def _look(self, since: int) -> None:
-        """Find the packs that have come, or gone, among those whose names have a time from `since` on. Raises Failed.
+        """Find packs that were added or removed, among those whose names have a time from `since` on. Raises Failed.
 
-        A name has the time when the writing began, by the clock of the host that wrote it, and the pack is there when
-        it ends. So packs come in another order than that of their names. If one comes OVERLAP after a newer one, it is
-        found when all are listed again.
+        A name has the time when the writing began, by the clock of the host that wrote it, and the pack appears when it
+        ends. So packs do not appear in the order of their names. If one appears OVERLAP after a newer one, it is found
+        when all are listed again.
         """
         with self._lock:
             known = list(self._index.packs)
@@ -332,7 +333,7 @@ class ObjectTier:
         assert length is not None
         head = self._read(pack, 0, length) if length <= size else b""
         if head is None:
-            return  # it is gone already
+            return  # it is already gone
         places = read_head(pack, bytes(head), size)
         with self._lock:
             if places is None:
@@ -359,19 +360,19 @@ class _Gone(Failed):
 
 
 def _all(pool: ThreadPoolExecutor, call: Callable[[T], R], items: Iterable[T]) -> list[R]:
-    """Return what the calls return, which run at the same time. Raises the first error once all have ended."""
+    """Return the results of the calls, which run at the same time. Raises the first error once all have ended."""
     futures = [pool.submit(call, item) for item in items]
     wait(futures)
     return [future.result() for future in futures]
 
 
 def _body(found: GetResult, most: int) -> memoryview:
-    """Return the body of an answer, or more than `most` bytes of a longer one, whatever length the server has named."""
+    """Return the body of an answer, or more than `most` bytes of a longer one, whatever length the server announces."""
     return memoryview(next(iter(found.stream(min_chunk_size=most + 1)), b""))
 
 
 def _text(error: Exception) -> str:
-    """Return the first part of the error, which ends in the status, and the store's own name of it.
+    """Return the first part of the error, up to the status, and the store's own name of it.
 
     Azure's URLs have the signature in the query, and the rest of the error may have it too.
     """

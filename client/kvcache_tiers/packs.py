@@ -1,6 +1,6 @@
-"""Packs, the objects of an object store that have many values each, and the index of those that are known. Pure.
+"""Packs, the objects of an object store with many values each, and the index of the known ones. Pure.
 
-A pack is a head and then the data of its values, one after the other. The head is the fixed part below, a row for each
+A pack is a head and then the data of its values, one after another. The head is the fixed part below, a row for each
 value, and its key and header after each row. All numbers are little-endian.
 
 A pack's name has the time when its writing began, so that names sort by time, and the length of the head, so that one
@@ -29,7 +29,7 @@ _NAME = re.compile(r"([0-9]{13})-([0-9a-f]{8})-[0-9a-f]{16}")  # milliseconds si
 
 
 class Place(NamedTuple):
-    """Where a value's data is: `size` bytes at `offset` of a pack."""
+    """The place of a value's data: `size` bytes at `offset` of a pack."""
 
     pack: str
     offset: int
@@ -54,17 +54,17 @@ def head_bytes(name: str) -> int | None:
 
 
 def first_name(milliseconds: int) -> str:
-    """Return what sorts before the name of every pack of that time and later."""
+    """Return a string that sorts before the name of every pack of that time and later."""
     return f"{max(0, milliseconds):013d}"
 
 
 def written_at(name: str) -> int:
-    """Return when the writing of the pack began, in milliseconds since 1970."""
+    """Return the time when the writing of the pack began, in milliseconds since 1970."""
     return int(name[:13])
 
 
 def row_bytes(key: bytes, header: bytes) -> int:
-    """Return how many bytes of a head a value takes."""
+    """Return the number of bytes that a value takes in a head."""
     return _ROW.size + len(key) + len(header)
 
 
@@ -109,7 +109,7 @@ def read_head(name: str, head: bytes, size: int) -> dict[bytes, Place] | None:
 
 
 class Index:
-    """The packs that are known, and where the values are. Two hosts may both have written a value.
+    """The known packs, and the places of their values. Two hosts may both have written a value.
 
     In memory, a value takes about half a KiB.
 
@@ -128,7 +128,7 @@ class Index:
         return key in self._places
 
     def find(self, key: bytes) -> Place | None:
-        """Return the place of a value that was found last."""
+        """Return the last known place of a value."""
         places = self._places.get(key)
         return places[-1] if places else None
 
@@ -142,7 +142,7 @@ class Index:
         return sorted({place.pack for key in keys for place in self._places.get(key, ())})
 
     def add(self, pack: str, places: Mapping[bytes, Place]) -> None:
-        """Add a pack. One that is known already stays as it is."""
+        """Add a pack. A known one stays as it is."""
         if pack not in self.packs:
             self.packs[pack] = tuple(places)
             for key, place in places.items():

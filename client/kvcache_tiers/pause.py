@@ -1,4 +1,4 @@
-"""How long a store is spared a kind of work that it has failed at: reading, writing or removing."""
+"""Pauses of a kind of work that a store has failed at: reading, writing or removing."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ log = logging.getLogger("kvcache_tiers")
 
 
 class Pause:
-    """Of one kind of work; `state` names it in the log, as in "the store is not written to"."""
+    """The pause of one kind of work; `state` names it in the log, as in "the store is not written to"."""
 
     def __init__(self, state: str) -> None:
         self._state = state
@@ -28,11 +28,11 @@ class Pause:
 
     @property
     def why(self) -> str:
-        """What the store has said; "" if there is no pause."""
+        """The store's error; "" if there is no pause."""
         return self._why if self.left else ""
 
     def begin(self, error: Failed) -> bool:
-        """Return False if there is a pause already: the work had begun before it."""
+        """Begin a pause; return False if there is one already: the work had begun before it."""
         if self.left:
             return False
         seconds = min(RETRY * 2**self._failures, MOST_RETRY)
@@ -42,5 +42,5 @@ class Pause:
         return True
 
     def worked(self) -> None:
-        """Note that the store has done such work: the next pause is a short one."""
+        """Note that the store has done such work: the next pause is short."""
         self._failures = 0

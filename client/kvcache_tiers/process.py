@@ -1,7 +1,7 @@
-"""A tier's process: a session with the daemon that asks for work, and threads that do it.
+"""A tier's process: a session with the daemon that requests work, and threads that do it.
 
-The main thread asks, and reserves, so that the parts of a chain are reserved in their order. Reads and writes have
-threads of their own: nobody waits for a write.
+The main thread requests work and reserves, so that the parts of a chain are reserved in their order. Reads and writes
+have their own threads: no read waits for a write.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ URL = "KVCACHE_TIER_URL"  # environment variable, where `ps` does not show a URL
 DEADLINE = 5.0  # seconds that a reservation may take; a request for work is held for half a second
 READERS, WRITERS = 4, 2  # threads; lookups have another one, because they do not wait for reads
 ABSENT = 0.1  # seconds between two looks for a daemon
-CHECK_EVERY = 20.0  # seconds between two looks whether somebody has removed what is stored
-SAY_EVERY = 60.0  # seconds between two lines about what the backend has counted
+CHECK_EVERY = 20.0  # seconds between two checks whether the stored values were removed
+SAY_EVERY = 60.0  # seconds between two log lines on the backend's counts
 IDLE = 60.0  # seconds without a job after which a namespace is left: else the daemon would never forget it
 MOST_ATTACHED = 12  # namespaces; the daemon allows 16
-OPENING = 300.0  # seconds; whoever started the process sees that it ends, and starts it again
-STOP_SECONDS = 10.0  # after `stop`, for what is being read and written to end
+OPENING = 300.0  # seconds; the parent of the process sees its end, and starts it again
+STOP_SECONDS = 10.0  # after `stop`, for running reads and writes to end
 RESTART = 75  # as an exit status: the backend must be opened again, by a process without the old region and files
 _THERE = (Refusal.GRANTED, Refusal.PRESENT, Refusal.IN_FLIGHT)
 
@@ -45,7 +45,7 @@ class TierProcess:
     """One tier, from its URL. `run` returns after `stop`, which any thread or signal handler may call."""
 
     def __init__(self, url: str, endpoint: str | None, name: str, policy: str) -> None:
-        """Raises ConfigError where nothing opens such a URL; what the rest of it says is read by `run`."""
+        """Raises ConfigError if no backend opens such a URL; `run` reads the rest of it."""
         self._url, self._name, self._policy = url, name, policy
         self._open_backend = find_opener(url)
         self._session = Session.open(endpoint, engine=f"tier {name}", label="tier", deadline=DEADLINE)
@@ -55,21 +55,21 @@ class TierProcess:
         self._writers = ThreadPoolExecutor(WRITERS, "tier-write")
         self._backend: Backend | None = None
         self._region: Region | None = None  # that the backend was opened with
-        self._lost, self._check_at = False, 0.0  # whether what it had stored was removed, and when to look next
-        self._namespaces: dict[str, tuple[Namespace, float]] = {}  # by id; when each had its last job, oldest first
+        self._lost, self._check_at = False, 0.0  # whether its values were removed, and when to check next
+        self._namespaces: dict[str, tuple[Namespace, float]] = {}  # by id, with the time of the last job, oldest first
         self._counts: Counter[str] = Counter()
         self._reported: Counter[str] = Counter()
         self._reading = Pause(f"tier {name} is off")
-        self._said: Counter[str] = Counter()  # of the backend's counts
+        self._said: Counter[str] = Counter()  # the logged counts of the backend
         self._say_at = 0.0
-        self._refusal = ""  # why there was no work, as it was logged
+        self._refusal = ""  # the logged reason that there was no work
         self._session.add_counts(self._new_counts)
 
     def stop(self) -> None:
         self._stopping.set()
 
     def run(self) -> int:
-        """Serve until `stop`, and return 0, or RESTART if the region was replaced or what was stored is lost.
+        """Serve until `stop`, and return 0, or RESTART if the region was replaced or the stored values are lost.
 
         Raises ConfigError for the URL.
         """
@@ -95,7 +95,7 @@ class TierProcess:
             self._session.close()
 
     def _open(self, region: Region) -> bool:
-        """Return whether the backend is open, has not lost what is stored, and may be asked."""
+        """Return whether the backend is open, has not lost its values, and may be used."""
         if wait := self._reading.left:
             self._stopping.wait(min(wait, 0.5))
             return False
@@ -116,9 +116,9 @@ class TierProcess:
         return self._is_whole()
 
     def _is_whole(self) -> bool:
-        """Return whether the backend has not lost what is stored, as far as is known; look every few seconds.
+        """Return whether the backend still has its values, as far as is known; check every few seconds.
 
-        After a loss, the process starts again: so the daemon forgets, too, what the tier had.
+        After a loss, the process starts again, so that the daemon, too, forgets the tier's values.
         """
         assert self._backend is not None
         now = time.monotonic()
@@ -128,7 +128,7 @@ class TierProcess:
             if why := self._backend.lost():
                 self._lost = True
                 self._failed(Failed(why))
-        except Failed as error:  # then it is asked again after the pause
+        except Failed as error:  # then it is checked again after the pause
             self._failed(error)
             return False
         self._check_at = now + CHECK_EVERY
@@ -145,7 +145,7 @@ class TierProcess:
             jobs = self._session.work(self._name, self._backend.batch_bytes, self._policy, *refused)
         except (NotPermitted, BadArgument):
             raise
-        except KVCacheError as error:  # also of a daemon that has forgotten the session, or has an error inside
+        except KVCacheError as error:  # also if the daemon has forgotten the session, or has an internal error
             if str(error) != self._refusal:
                 self._refusal = str(error)
                 log.warning("no work: %s", error)
@@ -171,7 +171,7 @@ class TierProcess:
             self._say(self._backend.counts)
 
     def _say(self, counts: Counter[str]) -> None:
-        """Log what the backend has counted since the last time."""
+        """Log the increases of the backend's counts since the last line."""
         new = Counter(counts) - self._said
         if new:
             self._said += new
@@ -186,7 +186,7 @@ class TierProcess:
                 self._namespaces[spec.id] = self._session.attach(spec, range(spec.shards)), now
 
     def _leave(self, now: float, most: int = MOST_ATTACHED) -> None:
-        """Leave namespaces without jobs, and those that had none for the longest time if there are more than `most`."""
+        """Leave namespaces without jobs for IDLE seconds; if more than `most` are left, also those idle longest."""
         while self._namespaces:
             number, (namespace, used) = next(iter(self._namespaces.items()))
             if now - used < IDLE and len(self._namespaces) <= most:
@@ -209,7 +209,7 @@ class TierProcess:
     def _guarded(self, work: Callable[..., None], *args: object) -> None:
         try:
             work(*args)
-        except Exception:  # whatever a backend raises: it costs this job, and the thread goes on
+        except Exception:  # whatever a backend raises: only this job fails, and the thread continues
             log.exception("a job has failed inside the tier")
             self._counts["internal"] += 1
 
@@ -224,7 +224,7 @@ class TierProcess:
             self._session.worked(found=[(look.number, flags)])
 
     def _reserve(self, bring: m.Bring, now: float) -> None:
-        """Reserve slots for blocks, and have them read."""
+        """Reserve slots for blocks, and have the blocks read."""
         namespace = self._namespace(bring.namespace, now)
         try:
             if namespace is None:
@@ -283,7 +283,7 @@ class TierProcess:
     # The store.
 
     def _failed(self, error: Failed) -> None:
-        """Ask the store nothing for a while, and the daemon for no work."""
+        """For a while, send no requests to the store, and request no work from the daemon."""
         self._counts["store_failed"] += 1
         if self._reading.begin(error):
             self._session.worked(off=str(error)[:MAX_NAME])

@@ -1,7 +1,7 @@
-"""The keys and headers of what tiers store. Pure.
+"""The keys and headers of the values that tiers store. Pure.
 
 A key names the bytes of a block for good: format version, namespace, geometry, group and the block's hash. A header has
-what is needed to tell whether they are the right ones: the key again, the sizes of the shards and their checksums.
+the data to check whether they are the right ones: the key again, the sizes of the shards and their checksums.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _MAGIC = b"kvb\0"
 
 
 def key_prefix(spec: NamespaceSpec, group: int) -> bytes:
-    """Return what the keys of all blocks of a group begin with: 18 bytes.
+    """Return the common prefix of the keys of all blocks of a group: 18 bytes.
 
     The geometry is part of it: stores outlive the daemons that forbid two geometries in one namespace.
     """
@@ -41,7 +41,7 @@ def make_header(key: bytes, sizes: Sequence[int], sums: bytes) -> bytes:
 
 
 def read_header(header: bytes, key: bytes, sizes: Sequence[int]) -> bytes | None:
-    """Return the checksums of the shards, or None for the header of anything but this block."""
+    """Return the checksums of the shards, or None if the header is not this block's."""
     if len(header) != _FIXED.size + len(key) + len(sizes) * (8 + SUM_BYTES):
         return None
     rest = header[_FIXED.size :]

@@ -1,13 +1,13 @@
 """Redis or Valkey as a tier: `redis://host:6379/0?ttl=86400`; clusters by `?cluster=on`, sentinels by `?sentinel=NAME`.
 
 A value is a string, or several if it is large: PREFIX{KEY}, with the key in hexadecimal, then PREFIX{KEY}.1 and so on.
-The braces keep them on one node of a cluster. The first is written last, so that it is there only if the others were.
+The braces keep them on one node of a cluster. The first is written last, so that it exists only if the rest did.
 
 Each of them begins with the value's header, so that parts of values with different headers are never mixed. Hosts that
 write the same value at once do no harm: a value never changes, so they write the same bytes.
 
-Servers need GETEX: Redis 6.2 or newer, or any Valkey. A user, or a server, that may only read is asked by GET; values
-end then as if nobody had read them.
+Servers need GETEX: Redis 6.2 or newer, or any Valkey. If a user or a server may only read, GET is used; then values
+expire as if they had not been read.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ def open_tier(url: str, region: memoryview) -> RedisTier:
 
 
 class _First(NamedTuple):
-    """The first part of a value, which has been read."""
+    """The first part of a value that has been read."""
 
-    start: bytes  # what all parts begin with
+    start: bytes  # the beginning of all parts
     parts: int
     size: int  # bytes of data in each part but the last
 
@@ -99,7 +99,7 @@ class RedisTier:
         for number in self._get_rest(keys, firsts, views):
             self.counts["lost_parts"] += 1
             first, firsts[number] = firsts[number], None
-            if first is not None:  # else `contains` would find it, and nobody would put it again
+            if first is not None:  # else `contains` would find it, and no tier would put it again
                 try:
                     self._unlink([(keys[number], first.parts)])
                 except Failed:
@@ -126,7 +126,7 @@ class RedisTier:
     # Reads.
 
     def _take_first(self, replies: Replies, view: memoryview) -> _First | None:
-        """Read the first part of a value, if it is one of the size of its buffer."""
+        """Read the first part of a value, if the value has the size of its buffer."""
         start = replies.read(_START.size)
         if len(start) < _START.size or not start.startswith(_MAGIC):
             self.counts["unknown"] += 1
@@ -167,7 +167,7 @@ class RedisTier:
         return {number for number, _, _ in missing}
 
     def _read(self, names: Sequence[bytes], take: Take | None = None) -> None:
-        """Read values. They stay for another lifetime, if the server allows it: what is in use should not end."""
+        """Read values. They stay for another lifetime, if the server allows it: values in use should not expire."""
         rest: Sequence[int] = range(len(names))
         if self._expiry and time.monotonic() >= self._plain_until:
             lines = self._run([(b"GETEX", name, *self._expiry) for name in names], take, REFUSED)
@@ -190,9 +190,9 @@ class RedisTier:
         ]
 
     def _unlink(self, values: Sequence[tuple[bytes, int]]) -> None:
-        """Remove values, by their keys and the number of their parts, which is believed as long as there are some.
+        """Remove values, by their keys and the numbers of their parts, which are trusted as long as parts exist.
 
-        The first part goes first: a value that is not whole should not seem to be there.
+        The first part is removed first: a value that is not whole should not seem to exist.
         """
         begin, step = 0, 16
         while values:
@@ -209,7 +209,7 @@ class RedisTier:
     def _run(
         self, commands: Sequence[Command], take: Take | None = None, expected: tuple[bytes, ...] = ()
     ) -> list[bytes]:
-        """Return the first lines of the replies. Raises Failed for errors, but for those `expected`."""
+        """Return the first lines of the replies. Raises Failed for errors other than those `expected`."""
         if not commands:
             return []
         try:

@@ -1,7 +1,8 @@
-"""Batches of commands to Redis or Valkey, whose values go straight between the socket and the caller's memory.
+"""Batches of commands to Redis or Valkey, whose values go directly between the socket and the caller's memory.
 
-redis-py connects, authenticates, and asks sentinels and clusters where keys are. Commands and replies are not left to
-it: it copies a value twice before it sends it, and once more when it has come, each time with the interpreter's lock.
+redis-py connects, authenticates, and asks sentinels and clusters for the places of keys. Commands and replies are not
+left to it: it copies a value twice before it sends it, and once after it has received it, each time with the
+interpreter's lock.
 """
 
 from __future__ import annotations
@@ -25,21 +26,21 @@ from kvcache_tiers.redis_settings import Settings
 
 Buffer = bytes | memoryview
 Command = Sequence[bytes | list[Buffer]]  # its name, a key, and the rest; a list is one argument in several pieces
-Take = Callable[[int, "Replies"], None]  # reads the data that the reply to a command, by its number, has
+Take = Callable[[int, "Replies"], None]  # reads the data of the reply to a command, by its number
 
 SMALL = 32 << 10  # bytes; less is copied, so that it needs no system call of its own
-AHEAD = 64 << 10  # bytes that are received before it is known where they belong, and copied
+AHEAD = 64 << 10  # bytes that are received before their place is known, and copied
 MOST_LINE = 64 << 10  # bytes of a reply's first line
 MOST_OWN = 4 << 20  # bytes of the replies to a command of redis-py's own
-MOST_DATA = 512 << 20  # bytes of a reply's data; servers hold no longer strings unless told otherwise
+MOST_DATA = 512 << 20  # bytes of a reply's data; by default, servers hold no longer strings
 STALLS = 3  # times the timeout that the replies of one exchange may take, and
-SLOWEST = 128 << 10  # bytes that come in each second beyond that
+SLOWEST = 128 << 10  # bytes that must come in each second beyond that
 NO_ROOM = b"-OOM"
 WRONG_TYPE = b"-WRONGTYPE"
 MOVING = (b"-ASK", b"-TRYAGAIN")  # the key's slot is on its way to another node of the cluster
 _PLAIN = (b"+", b":", b"$", NO_ROOM, WRONG_TYPE, *MOVING)
 _DATA = re.compile(rb"\$(-1|[0-9]{1,18})")
-# What redis-py raises, also for replies that are none.
+# The errors of redis-py, also for invalid replies.
 _ERRORS = (
     *(OSError, redis.RedisError, RedisClusterException),
     *(ValueError, TypeError, LookupError, AttributeError, RecursionError, MemoryError),
@@ -47,7 +48,7 @@ _ERRORS = (
 
 
 def pack(commands: Sequence[Command]) -> list[Buffer]:
-    """Return what has to be sent."""
+    """Return the buffers to be sent."""
     packed: list[Buffer] = []
     text = bytearray()
     for command in commands:
@@ -67,7 +68,7 @@ def pack(commands: Sequence[Command]) -> list[Buffer]:
 
 
 class Replies:
-    """The replies that come from a socket, in order. All methods raise OSError, also for what is no reply.
+    """The replies that come from a socket, in order. All methods raise OSError, also for invalid replies.
 
     Attributes:
         left: bytes of the present reply's data that were not read.
@@ -80,7 +81,7 @@ class Replies:
         self._socket = source
         self._held = bytearray(AHEAD)
         self._view = memoryview(self._held)
-        self._begin = self._end = 0  # of what is held
+        self._begin = self._end = 0  # of the held bytes
         self._has_data = False
 
     def next(self) -> bytes:
@@ -199,7 +200,7 @@ class Link:
         self._settings = settings
         self._cluster: Any = None  # if it is one
         self._sentinels: list[Any] = []
-        self._outdated = False  # where the cluster's slots are
+        self._outdated = False  # the cluster's slot places
         try:
             self._client = self._connect()
         except _ERRORS as error:
@@ -208,15 +209,15 @@ class Link:
     def run(
         self, commands: Sequence[Command], take: Take | None = None, expected: tuple[bytes, ...] = ()
     ) -> list[bytes]:
-        """Return the first lines of the replies; `take` is called where data follows, and need not read all of it.
+        """Return the first lines of the replies; `take` is called if data follows, and need not read all of it.
 
-        A server executes the commands in their order, but a cluster's nodes do not wait for each other. Errors other
-        than those of NO_ROOM, WRONG_TYPE and MOVING, and those `expected`, raise Failed.
+        A server executes the commands in their order, but a cluster's nodes do not wait for each other. Errors raise
+        Failed, except those of NO_ROOM, WRONG_TYPE and MOVING, and those `expected`.
         """
         lines = [b""] * len(commands)
         todo: Sequence[int] = range(len(commands))
         try:
-            for _ in range(2):  # again where a node of a cluster had to give away slots
+            for _ in range(2):  # again if a node of a cluster had to give away slots
                 if todo and self._outdated:
                     self._learn_slots()
                 for pool, numbers in self._by_pool(commands, todo):
@@ -240,14 +241,14 @@ class Link:
         common: dict[str, Any] = {
             "socket_timeout": own.timeout,
             "socket_connect_timeout": own.timeout,
-            "protocol": 2,  # in which servers send nothing unasked
+            "protocol": 2,  # in which servers send nothing without a request
         }
         if own.tls:
             common |= {"ssl": True, "ssl_cert_reqs": "required", "ssl_check_hostname": True}
             common |= {"ssl_ca_certs": own.ca or None}
             common |= {"ssl_certfile": own.cert or None, "ssl_keyfile": own.key or None}
         login: dict[str, Any] = {"username": own.user or None, "password": own.password or None}
-        once = Retry(NoBackoff(), 0)  # whoever calls has better things to do than to wait
+        once = Retry(NoBackoff(), 0)  # callers should not wait
         if own.cluster:
             nodes = [ClusterNode(host, port) for host, port in own.hosts]
             self._cluster = redis.RedisCluster(startup_nodes=nodes, retry=once, **login, **common)
@@ -294,7 +295,7 @@ class Link:
                     take(number, replies)
             replies.finish()
             if any(lines[number].startswith(b"-READONLY") for number in numbers):
-                connection.disconnect()  # no longer the master: ask the sentinels who is
+                connection.disconnect()  # no longer the master: ask the sentinels for the new one
         except BaseException:
             connection.disconnect()  # replies are left in it
             raise
@@ -303,5 +304,5 @@ class Link:
 
     def _failed(self, why: Exception | str) -> Failed:
         text = why if isinstance(why, str) else f"{type(why).__name__}: {why}"
-        text = self._settings.without_passwords(text)  # before it is cut: no half of a password remains
+        text = self._settings.without_passwords(text)  # before it is cut: no part of a password remains
         return Failed(f"{self._settings.name}: {text}")

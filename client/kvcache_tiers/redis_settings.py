@@ -1,4 +1,4 @@
-"""The URL of a Redis or Valkey tier. Passwords stand in no message."""
+"""The URL of a Redis or Valkey tier. No message has a password."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from kvcache_proto.errors import ConfigError
 from kvcache_proto.sizes import format_size, parse_size
 from kvcache_tiers.urls import options, split_url
 
-PASSWORD = "KVCACHE_REDIS_PASSWORD"  # environment variables, for what should not stand in a list of processes
+PASSWORD = "KVCACHE_REDIS_PASSWORD"  # environment variables, for values that should not be in a process list
 SENTINEL_PASSWORD = "KVCACHE_REDIS_SENTINEL_PASSWORD"
 
 FORMS = "redis://[user[:password]@]host[:port][,host...][/database], rediss:// for TLS, unix:///path/to/socket"
-LEAST_VALUE, MOST_VALUE = 1 << 10, 256 << 20  # bytes; servers refuse more than 512 MiB unless told otherwise
+LEAST_VALUE, MOST_VALUE = 1 << 10, 256 << 20  # bytes; by default, servers refuse more than 512 MiB
 _HOST = re.compile(r"(\[[0-9A-Fa-f:.%]+\]|[A-Za-z0-9._-]+)(?::([0-9]{1,5}))?")
 _Number = TypeVar("_Number", int, float)
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Where the servers are, and how values are stored there.
+    """The places of the servers, and how values are stored there.
 
     Attributes:
-        hosts: of the server, some nodes of the cluster, or the sentinels, with their ports; none if `path` is set.
-        path: of the server's unix socket.
-        ttl: seconds that a value stays after it was written or read last; 0 for no limit.
+        hosts: the server, some nodes of the cluster, or the sentinels, with their ports; none if `path` is set.
+        path: path of the server's unix socket.
+        ttl: seconds that a value stays after it was last written or read; 0 for no limit.
         max_value: the bytes of data above which a value is stored in several parts.
         timeout: seconds that a server may take to connect, to accept a value or a part of one, or to send some bytes.
     """
@@ -66,7 +66,7 @@ class Settings:
 
 
 def read_url(url: str) -> Settings:
-    """Return what a URL says. Raises ConfigError."""
+    """Return the settings in a URL. Raises ConfigError."""
     split = split_url(url)
     credentials, _, where = split.netloc.rpartition("@")
     if split.fragment or "@" in split.path + split.query:

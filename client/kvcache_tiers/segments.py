@@ -1,12 +1,12 @@
 """The files of the disk tier: segments of equally long records, each with an index that survives the process.
 
-A segment is two files. `N.data` has the data of its records, one after the other, at multiples of PAGE. `N.index` has a
-page that describes the segment, then for each record an entry with the key and the header of the value that is there.
-A record's data is written before its entry, and its entry is cleared before the data is replaced. After a power failure
-either may be missing: an entry has a checksum, and headers have those of the data.
+A segment is two files. `N.data` has the data of its records, one after another, at multiples of PAGE. `N.index` has a
+page that describes the segment, then for each record an entry with the key and the header of its value. A record's data
+is written before its entry, and its entry is cleared before the data is replaced. After a power failure either may be
+missing: an entry has a checksum, and headers have those of the data.
 
-The index is read as a whole when a segment is opened, and written entry by entry. It is not mapped: where the disk
-fails, an access to a mapped file ends the process.
+The index is read as a whole when a segment is opened, and written entry by entry. It is not mapped: if the disk fails,
+an access to a mapped file kills the process.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from kvcache_tiers.backend import MAX_HEADER, MAX_KEY
 from kvcache_tiers.folder import Folder
 
 PAGE = 4096
-MOST_BYTES = 256 << 20  # of the data of a segment, and of its index, if it has more records than the fewest
+MOST_BYTES = 256 << 20  # of a segment's data, and of its index, if it has more than LEAST_RECORDS
 LEAST_RECORDS = 4  # of a segment
 LAST_NUMBER = 10**12 - 1
 _NAME = re.compile(r"([0-9]{8,12})\.(data|index)")
 _MAGIC = b"kvcache segment 1"
 _HEAD = struct.Struct("<20sIIQII")  # magic, key, header, data, records, checksum of all before
-_ENTRY = struct.Struct("<I")  # checksum of what follows; 0 where there is no value
+_ENTRY = struct.Struct("<I")  # checksum of the rest; 0 if there is no value
 
 
 class Kind(NamedTuple):
@@ -54,7 +54,7 @@ class Kind(NamedTuple):
         return max(self.stride, self.entry)
 
     def plausible(self, records: int) -> bool:
-        """Return whether a tier may have made a segment of so many records."""
+        """Return whether a tier may have made a segment of `records` records."""
         if self.key > MAX_KEY or self.header > MAX_HEADER or not self.data:
             return False
         return 0 < records <= max(LEAST_RECORDS, MOST_BYTES // self.room)
@@ -65,13 +65,13 @@ class Segment:
 
     Attributes:
         heat: by record, how often its value was read lately, at most HOTTEST.
-        used: a number that grows with time, of the last time that any value of it was read or written.
-        pins: by record, how many threads read or write it.
-        given_up: records that are free once nobody reads or writes them.
+        used: a number that grows with time, of the last read or write of any of its values.
+        pins: by record, the number of threads that read or write it.
+        given_up: records that are free once no thread reads or writes them.
     """
 
     def __init__(self, folder: Folder, number: int, most: int) -> None:
-        """Open the files, of at most `most` bytes. Raises _Broken where they are not whole, NotPermitted, OSError."""
+        """Open the files, of at most `most` bytes. Raises _Broken if they are not whole, NotPermitted, OSError."""
         self.number, self._folder = number, folder
         self.used = 0
         self.pins: dict[int, int] = {}
@@ -94,12 +94,13 @@ class Segment:
             try:
                 self.direct_file = folder.open(data, os.O_RDWR | os.O_DIRECT)
             except OSError as error:
-                if error.errno != errno.EINVAL:  # of a file system without it
+                if error.errno != errno.EINVAL:  # a file system without it
                     raise
             undo.pop_all()
 
     def _read_head(self) -> tuple[Kind, int]:
-        """Return what the index says, if the files are as long as that: before memory is taken for it."""
+        """Return the index's kind and number of records, if the files have the length for them: before memory is
+        allocated."""
         head = os.pread(self._index, _HEAD.size, 0)
         if len(head) < _HEAD.size:
             raise _Broken
@@ -121,7 +122,7 @@ class Segment:
 
     @classmethod
     def make(cls, folder: Folder, number: int, kind: Kind, records: int) -> Segment:
-        """Create the files. Raises FileExistsError, and OSError; then it leaves none of its own."""
+        """Create the files. Raises FileExistsError, and OSError; then it leaves no files of its own."""
         data, index = names_of(number)
         with contextlib.ExitStack() as undo:
             for name, size in ((data, records * kind.stride), (index, PAGE + records * kind.entry)):
@@ -140,9 +141,9 @@ class Segment:
 
     @classmethod
     def open(cls, folder: Folder, number: int, most: int) -> Segment | None:
-        """Open a segment that is there; None where its files are not whole, too large, or the disk has lost them.
+        """Open an existing segment; None if its files are not whole, too large, or the disk has lost them.
 
-        Raises OSError where they cannot be opened now, NotPermitted where they are not the tier's.
+        Raises OSError if they cannot be opened now, NotPermitted if they are not the tier's.
         """
         for name in names_of(number):
             folder.check(name)  # both, before either may be removed
@@ -176,12 +177,13 @@ class Segment:
         return bytes(self._entries[at : at + self.kind.key])
 
     def enter(self, record: int, key: bytes, header: bytes) -> None:
-        """Say that a record has a value, whose data has been written. Raises OSError."""
+        """Mark a record as having a value, whose data has been written. Raises OSError."""
         text = key + header
         self._write(record, _ENTRY.pack(zlib.crc32(text) or 1) + text)
 
     def clear(self, record: int) -> None:
-        """Say that a record has no value. Raises OSError; then it may have one again when it is opened again."""
+        """Mark a record as having no value. Raises OSError; then it may have one again after the segment is opened
+        again."""
         self._write(record, _ENTRY.pack(0))
 
     def _write(self, record: int, entry: bytes) -> None:

@@ -10,11 +10,11 @@ from kvcache_proto.errors import ConfigError
 
 def split_url(url: str) -> SplitResult:
     """Return the parts of a tier's URL. Raises ConfigError."""
-    if "\0" in unquote(url):  # neither in a path nor in a host's name
+    if "\0" in unquote(url):  # allowed neither in a path nor in a host's name
         raise ConfigError(f"a tier of {url.partition(':')[0][:32]!r}: there is a NUL in the URL")
     try:
         return urlsplit(url)
-    except ValueError:  # of an address in brackets that is none; its text repeats the URL
+    except ValueError:  # an invalid address in brackets; its text repeats the URL
         raise ConfigError(f"a tier of {url.partition(':')[0]}: this is not a URL") from None
 
 
@@ -25,7 +25,7 @@ def shown(url: SplitResult) -> str:
 
 
 def options(url: SplitResult, *known: str) -> dict[str, str]:
-    """Return what stands after the `?`. Raises ConfigError for a name that is not `known`."""
+    """Return the options after the `?`. Raises ConfigError for a name that is not `known`."""
     given = dict(parse_qsl(url.query, keep_blank_values=True))
     for name in given:
         if name not in known:
