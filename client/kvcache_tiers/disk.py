@@ -109,7 +109,7 @@ class DiskTier:
             return ""
         why = f"{self._folder.path}: its files were removed"
         with contextlib.suppress(OSError, NotPermitted):
-            os.close(self._folder.open("lock", os.O_RDWR | os.O_CREAT))  # else the rest would belong to another process
+            os.close(self._folder.open("lock", os.O_RDWR | os.O_CREAT))  # else the rest would count as foreign files
         try:
             Folder(self._folder.path).close()  # which makes it, if needed
         except OSError as error:
@@ -249,7 +249,7 @@ class DiskTier:
             while fitting >= LEAST_RECORDS and number <= LAST_NUMBER:
                 try:
                     segment = Segment.make(self._folder, number, kind, fitting)
-                except FileExistsError:  # another process has made it since the folder was opened
+                except FileExistsError:  # it was put there since the folder was opened
                     number += 1
                 except OSError as error:
                     if error.errno not in FULL:
@@ -303,7 +303,7 @@ class DiskTier:
     # Records.
 
     def _in_place(self) -> bool:
-        """Return whether all its files are still in the folder, and the folder is in its place."""
+        """Return True if all its files are still in the folder, and the folder is in its place."""
         if not (self._folder.in_place() and self._folder.has("lock", self._owner)):
             return False
         with self._lock:

@@ -56,7 +56,7 @@ class Folder:
         return file
 
     def check(self, name: str) -> bool:
-        """Return whether there is a file of that name. Raises NotPermitted for one that the tier has not made."""
+        """Return True if there is a file of that name. Raises NotPermitted for one that the tier has not made."""
         try:
             found = os.stat(name, dir_fd=self.fd, follow_symlinks=False)
         except FileNotFoundError:
@@ -65,14 +65,14 @@ class Folder:
         return True
 
     def in_place(self) -> bool:
-        """Return whether its path still leads to it."""
+        """Return True if its path still leads to it."""
         try:
             return os.path.samestat(os.stat(self.path), os.fstat(self.fd))
         except OSError:
             return False
 
     def has(self, name: str, file: int) -> bool:
-        """Return whether `name` is still the name of an open file."""
+        """Return True if `name` is still the name of an open file."""
         try:
             return os.path.samestat(os.stat(name, dir_fd=self.fd, follow_symlinks=False), os.fstat(file))
         except OSError:

@@ -10,7 +10,7 @@ node's memory and the region. The store itself decides which values give way.
 - `protocol` is tcp (the default) or rdma, and `device` the devices for rdma, separated by commas.
 - `hostname` is the address at which the other nodes reach this one, by default the one that faces the master; name it
   if that is localhost and there are other hosts.
-- `local_buffer` is memory that the library copies through where it cannot transfer directly; 16 MiB by default.
+- `local_buffer` is memory that the library copies through if it cannot transfer directly; 16 MiB by default.
 - `timeout` is the number of seconds that a master or a node may be silent; 5 by default. A call for up to 64 values
   lasts at most about four times that. If nothing listens at the master's address any more, it is about 4.3 s
   regardless. For rdma, the devices' own retries decide how long a node may be silent: a transfer that was given up
@@ -49,8 +49,8 @@ CALLS = 8  # at the same time; further calls wait
 # A value is the slot's data and then a room with the header: a read has to name the exact size of the value, and does
 # not know the header's size. Nearly all headers fit the small room.
 #
-# The checksum is of data, header and key. A value that is removed while somebody reads it gives its memory to another
-# one at once, and the reader would not notice.
+# The checksum is of data, header and key. If a value is removed during a read, its memory goes to another one at once,
+# and the reader would not notice.
 _FIXED = struct.Struct("<QI")  # checksum, bytes of the header
 ROOMS = (1 << 10, (16 << 10) + 64)  # bytes
 

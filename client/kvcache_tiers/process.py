@@ -95,7 +95,7 @@ class TierProcess:
             self._session.close()
 
     def _open(self, region: Region) -> bool:
-        """Return whether the backend is open, has not lost its values, and may be used."""
+        """Return True if the backend is open, has not lost its values, and may be used."""
         if wait := self._reading.left:
             self._stopping.wait(min(wait, 0.5))
             return False
@@ -116,7 +116,7 @@ class TierProcess:
         return self._is_whole()
 
     def _is_whole(self) -> bool:
-        """Return whether the backend still has its values, as far as is known; check every few seconds.
+        """Return True if the backend still has its values, as far as is known; check every few seconds.
 
         After a loss, the process starts again, so that the daemon, too, forgets the tier's values.
         """

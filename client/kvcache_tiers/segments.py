@@ -54,7 +54,7 @@ class Kind(NamedTuple):
         return max(self.stride, self.entry)
 
     def plausible(self, records: int) -> bool:
-        """Return whether a tier may have made a segment of `records` records."""
+        """Return True if a tier may have made a segment of `records` records."""
         if self.key > MAX_KEY or self.header > MAX_HEADER or not self.data:
             return False
         return 0 < records <= max(LEAST_RECORDS, MOST_BYTES // self.room)
@@ -193,7 +193,7 @@ class Segment:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def in_place(self) -> bool:
-        """Return whether its files are still in the folder."""
+        """Return True if its files are still in the folder."""
         files = zip(names_of(self.number), (self.file, self._index), strict=True)
         return all(self._folder.has(name, file) for name, file in files)
 

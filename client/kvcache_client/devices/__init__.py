@@ -32,7 +32,7 @@ class Memory(Protocol):
 
     Attributes:
         buffer: all of it, writable.
-        address: where it begins in this process; page-aligned.
+        address: its start in this process; page-aligned.
         bytes: its length.
         present: number of bytes, from the first one on, that are in memory. The rest must not be touched yet.
     """
@@ -69,7 +69,7 @@ class Job:
         runs: translates offsets from the region's end on, which are of blocks that lie in several runs of pages.
         error: why not all bytes have arrived.
         seconds: duration of the copy itself.
-        cancelled: it never began, because its blocks were given away; `error` says so, too.
+        cancelled: it never began, because its blocks were given away; `error` is set, too.
         direct: no thread had to carry its bytes.
         layout: number of the device's layout of a block that it concerns; 0 if there is only one.
         section: of a load, the section of each block that is copied, counting from 1 on; 0 for the whole block.

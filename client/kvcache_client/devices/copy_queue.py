@@ -49,7 +49,7 @@ class Entry:
     Attributes:
         begun: the thread copies it through bounce buffers.
         queued: all of it is queued on the device.
-        done: it has ended, and the device need not be asked.
+        done: it has ended, and the device need not be queried.
     """
 
     number: int

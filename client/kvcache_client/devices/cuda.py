@@ -38,7 +38,7 @@ def open_cuda(
     with torch.cuda.device(device):
         torch.cuda.synchronize()  # makes the context, if there is none yet
         driver = Driver()
-        held: list[torch.Tensor] = []  # device memory of ours
+        held: list[torch.Tensor] = []  # our own device memory
         packer = None
         if min(fragment.bytes for fragment in fragments) < tuning.staged_below:
             try:

@@ -90,7 +90,7 @@ class Driver:
 
     @property
     def batches(self) -> bool:
-        """Return whether one call makes many copies: CUDA 12.8 and later."""
+        """Return True if one call makes many copies: CUDA 12.8 and later."""
         return self._batch is not None
 
     def use(self) -> None:

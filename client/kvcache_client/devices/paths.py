@@ -23,7 +23,7 @@ from kvcache_client.spans import Spans, join
 
 Blocks = npt.NDArray[np.int64]
 Cut = Callable[[Spans], Spans]
-_PIECES = 4096  # of one straight batch
+_PIECES = 4096  # of one direct batch
 
 
 class Path(Protocol):

@@ -41,7 +41,7 @@ class _Locked:
         self._next = 0
 
     def missing(self, job: Job, size: int) -> bool:
-        """Return whether any of `size` bytes at each of the offsets of `job` are not locked; if so, they are locked
+        """Return True if any of `size` bytes at each of the offsets of `job` are not locked; if so, they are locked
         next."""
         if not len(job.offsets) or self.bytes == self.region.bytes:
             return False

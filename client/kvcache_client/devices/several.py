@@ -1,4 +1,4 @@
-"""Blocks of several layouts in the memory of one device: a device for each layout, and one that stands for them all."""
+"""Blocks of several layouts in the memory of one device: a device for each layout, and one that represents them all."""
 
 from __future__ import annotations
 

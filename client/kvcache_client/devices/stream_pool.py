@@ -72,7 +72,7 @@ class StreamPool:
             return turn
 
     def settle(self, turn: StreamTurn) -> bool:
-        """Return whether the outcome of `turn` is known. Never waits. Raises CopyError if the device is gone."""
+        """Return True if the outcome of `turn` is known. Never waits. Raises CopyError if the device is gone."""
         if not self._lock.acquire(blocking=False):
             return False  # the thread that has it may be waiting for room in a stream
         try:
@@ -140,7 +140,7 @@ class StreamPool:
 
 
 def is_recorded(acl: Acl, event: Handle) -> bool:
-    """Return whether the work before `event` has run, well or not. Raises AclError if the device is gone."""
+    """Return True if the work before `event` has run, well or not. Raises AclError if the device is gone."""
     status = c_int()
     acl.call("aclrtQueryEventStatus", event, byref(status))
     return status.value == RECORDED

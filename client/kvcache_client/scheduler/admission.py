@@ -59,7 +59,7 @@ class Admission:
         return tokens, is_load
 
     def _fits(self, tokens: int) -> bool:
-        """Return whether a request of `tokens` tokens may hold blocks.
+        """Return True if a request of `tokens` tokens may hold blocks.
 
         If so, the first request that holds blocks gets the rest that it needs once nothing runs; and so does the
         largest one before it, if requests do not come in order.

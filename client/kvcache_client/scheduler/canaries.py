@@ -31,7 +31,7 @@ class Canaries:
         self._left = random.randrange(every) if every else -1
 
     def choose(self, state: RequestState, lease: CacheLease, hits: int, start: int) -> bool:
-        """Return whether `state`, which has `hits` cached blocks and computes from device block `start` on, is chosen.
+        """Return True if `state`, which has `hits` cached blocks and computes from device block `start` on, is chosen.
 
         A request is counted once, however often it is looked up.
         """

@@ -28,7 +28,7 @@ class Gate:
         self._counters, self._is_on = counters, is_on
 
     def admits(self, state: RequestState, begin: int, end: int) -> bool:
-        """Return whether tokens `begin` to `end` of a request are to be loaded. Decided once per request."""
+        """Return True if tokens `begin` to `end` of a request are to be loaded. Decided once per request."""
         if state.admitted is None:
             state.admitted = not self._is_on or self._decide(begin, end)
             self._counters.add("lookups_declined_slow", int(not state.admitted))

@@ -229,8 +229,8 @@ class SeveralGroups(FullAttention):
         """Return the slots of a tail, from `first` to `end`, that are to be saved.
 
         These are the slots that are needed at the end of the prompt, also by a request that has to compute its last
-        token or the volatile blocks; at the `limit` of what is saved; at the `junction`, where the request leaves the
-        cached chain; at each checkpoint; and all generated ones. States are saved as they are made.
+        token or the volatile blocks; at the `limit` of saves; at the `junction`, where the request leaves the cached
+        chain; at each checkpoint; and all generated ones. States are saved as they are made.
         """
         if self._groups[number].is_state:
             return []

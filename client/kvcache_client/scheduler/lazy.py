@@ -60,7 +60,7 @@ class Lazy:
         self._keys: dict[int, bytes] = {}  # by device block
         self._hot: list[bytes] = []
         self._ending: list[bytes] = []  # last block of requests that still have their device blocks
-        self._given = 0  # device blocks since the last look at what is evicted next
+        self._given = 0  # device blocks since the last call of `evicted_next`
 
     def hold(self, state: RequestState, first: int, end: int, saved: bool = False) -> None:
         """Note that the device has the cached blocks of a request from `first` to `end`."""

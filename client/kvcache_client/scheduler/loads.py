@@ -146,7 +146,7 @@ class Loads:
             load.hashes = frozenset()
 
     def follow(self, state: RequestState, start: int, hits: int, now: float) -> bool:
-        """Return whether `state` is to wait for another request's load, rather than load what it lacks of `hits`
+        """Return True if `state` is to wait for another request's load, rather than load what it lacks of `hits`
         itself.
 
         It has `start` device blocks. It waits only if one load brings the first cached block after those, and at least
@@ -169,7 +169,7 @@ class Loads:
         return False
 
     def following(self, state: RequestState, start: int, now: float) -> bool:
-        """Return whether `state`, which begins at device block `start` now, goes on waiting."""
+        """Return True if `state`, which begins at device block `start` now, is to continue waiting."""
         if not state.following.request:
             return False
         if (

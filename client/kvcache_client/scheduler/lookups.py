@@ -119,7 +119,7 @@ class Lookups:
         patience: float,
         now: float,
     ) -> bool:
-        """Return whether a request that computes from device block `start` on is to wait and be looked up again.
+        """Return True if a request that computes from device block `start` on is to wait and be looked up again.
 
         It waits for running loads to give leased bytes back to the engine's quota, or for blocks that are being
         written, for at most `patience` seconds from now on. While the first of these blocks does not come, each wait
@@ -152,7 +152,7 @@ class Lookups:
         return False
 
     def waits_for_tier(self, state: RequestState, lookup: LookupResult, patience: float, now: float) -> bool:
-        """Return whether a request is to wait for blocks from a tier, which take `patience` seconds to compute.
+        """Return True if a request is to wait for blocks from a tier, which take `patience` seconds to compute.
 
         It is not looked up again before `state.waits.tier_until`, and waits no longer than `patience` in all.
         """

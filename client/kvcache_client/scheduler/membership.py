@@ -52,7 +52,7 @@ class Membership:
         self._resets = 0
 
     def waits(self, now: float) -> bool:
-        """Return whether requests are to wait a little: for ranks to join, or until the engine's weights are known."""
+        """Return True if requests are to wait a little: for ranks to join, or until the engine's weights are known."""
         if self.joining and self._session.up:
             self._joined_by = self._joined_by or now + PATIENCE
             return now < self._joined_by
@@ -76,7 +76,7 @@ class Membership:
         return bool(self.declined) and not before
 
     def settle(self) -> bool:
-        """Return whether it is known which weights the engine has; act on it if it has just become known."""
+        """Return True if it is known which weights the engine has; act on it if it has just become known."""
         if self._reading is None:
             return True
         found = self._reading.found

@@ -29,7 +29,7 @@ class Overlap:
         self._ready |= changed
 
     def wins(self, begin: int, end: int, tokens: int) -> bool:
-        """Return whether tokens `begin` to `end` of a request are to be loaded while those up to `tokens` are computed.
+        """Return True if tokens `begin` to `end` of a request are to be loaded while those up to `tokens` are computed.
 
         Not before both times are known, nor if threads carry the bytes: the engine's own threads would wait for them.
         """

@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 from kvcache_client.scheduler.views import StepView
 
-CHUNK = 16  # a request with at least so many tokens in a step computes its prompt, not generated tokens or drafts
+CHUNK = 16  # a request with this many tokens or more in a step computes its prompt, not generated tokens or drafts
 LEAST_STEPS, LEAST_LOADS = 8, 4  # samples before anything is predicted
-SAMPLES, WINDOW_SECONDS = 32, 300.0  # that count: at most so many, and no older ones
+SAMPLES, WINDOW_SECONDS = 32, 300.0  # that count: at most this many, and none that are older
 FARTHEST = 8  # times the tokens of the largest load are predicted, at most
 RUNNING = 16  # steps that an engine has in flight, at most
 

@@ -37,7 +37,7 @@ class LookupResult:
 
 @dataclass(slots=True)
 class Canary:
-    """Blocks of one request that are cached and that the engine computes all the same.
+    """Blocks of one request that are cached and that the engine computes anyway.
 
     `hits` slots are in `packed`; those before `first` came from the engine's own prefix cache at its last request.
     """

@@ -249,7 +249,7 @@ class Saves:
             sent.ticket = sent.namespace.reserve_runs_later([each.run for each in sent.asked])
 
     def answers(self, given: list[int], wait: float | None) -> list[SaveJob]:
-        """Turn the answers that have come, or come within `wait` seconds, into jobs; with `wait`, cancel all others.
+        """Turn the answers that have come, or come within `wait` seconds, into jobs; with `wait`, cancel the rest.
 
         Blocks of `given` that are still unanswered are lost: other requests have them. Answered ones are not, because
         the ranks save before the step begins.

@@ -240,7 +240,7 @@ class Scheduler:
         state.loading = True
 
     def _overlaps(self, state: RequestState, lookup: LookupResult | None, external: int) -> bool:
-        """Return whether a request is to be computed while it loads: its engine has nothing else to do, and nothing,
+        """Return True if a request is to be computed while it loads: its engine has nothing else to do, and nothing,
         such as a checksum, can fail once the load has begun."""
         if self._group.tails or lookup is None or lookup.sums or len(self._loads) or self._loads.are_coming:
             return False

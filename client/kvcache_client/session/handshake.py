@@ -27,7 +27,7 @@ class Door(NamedTuple):
     lock: int
 
     def still_open(self) -> bool:
-        """Return whether the daemon is still there; it never sends anything, so anything to be read is its end."""
+        """Return True if the daemon is still there; it never sends anything, so anything to be read is its end."""
         try:
             os.read(self.connection, 1)
         except BlockingIOError:

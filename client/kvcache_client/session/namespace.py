@@ -61,7 +61,7 @@ class Namespace:
         spec: the attached spec.
         id: 16 hex digits, the same in every process that attaches the same model and identity.
         shards: the shards that this session writes.
-        refused: why the daemon did not let this session join it; "" if it did, or was not asked yet.
+        refused: why the daemon did not let this session join it; "" if it did, or has no request yet.
     """
 
     def __init__(
@@ -211,8 +211,8 @@ class Namespace:
     # Reservations.
 
     def reserve(self, hashes: Sequence[bytes], parent: bytes | None = None, group: int = 0) -> Reservation:
-        """Ask to write a run of at most MAX_BLOCKS blocks: the first below `parent` (None: a root), each other below
-        the one before.
+        """Request to write a run of at most MAX_BLOCKS blocks: the first below `parent` (None: a root), each other
+        below the one before.
 
         If the daemon does not answer within the session's deadline, all are refused as "unavailable". Raises
         BadArgument for arguments that the protocol does not allow, and while a shard of the namespace has no live

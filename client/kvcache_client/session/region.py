@@ -51,7 +51,7 @@ class Region:
     Attributes:
         id: 16 bytes, unique to this region.
         buffer: the whole region, writable.
-        address: where `buffer` begins in this process; page-aligned.
+        address: start of `buffer` in this process; page-aligned.
         bytes: its length.
         rows: the reader of its header and rows.
     """
@@ -82,7 +82,7 @@ class Region:
         )
 
     def place(self, packed: bytes, block_bytes: int) -> Placed | None:
-        """Return where the blocks of `block_bytes` lie that `packed` refers to, REF_BYTES per reference.
+        """Return the places of the blocks of `block_bytes` that `packed` refers to, REF_BYTES per reference.
 
         None unless each reference is to such a block of this region. Only then may an address be computed from it.
         """
@@ -125,7 +125,7 @@ class Region:
         return [[self.buffer[at : at + part] for at, part in placed.runs.pieces(first, size)] for first in begins]
 
     def holds(self, packed: bytes) -> bool:
-        """Return whether `packed` consists of whole references, each to a page of this region."""
+        """Return True if `packed` consists of whole references, each to a page of this region."""
         if len(packed) % REF_BYTES:
             return False
         if not packed:

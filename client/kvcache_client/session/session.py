@@ -155,7 +155,7 @@ class Session:
             ceiling_bytes: limit of the bytes that this engine's saves may occupy; 0 is no limit.
             wait: if False, return at once and raise only BadArgument: a refusal is logged and counted, and lookups miss
                 until the namespace is joined.
-            insist: do the same after the wait: `Namespace.refused` has the reason, and the next daemon is asked again.
+            insist: do the same after the wait: `Namespace.refused` has the reason, and the next daemon is tried again.
         Raises the daemon's refusals (GeometryMismatch, BadArgument) and, on a session made by `connect`, Unavailable; a
         session made by `open` attaches when the daemon is there.
         """

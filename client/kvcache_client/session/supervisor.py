@@ -98,7 +98,7 @@ class Supervisor:
                 callback(self.region)
 
     def begin_closing(self) -> bool:
-        """Return whether this call is the first one; no daemon is looked for any more."""
+        """Return True if this call is the first one; no daemon is looked for any more."""
         with self._change:
             first = not self._daemon.closing
             self._daemon.closing = True

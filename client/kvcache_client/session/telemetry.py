@@ -34,7 +34,7 @@ class Telemetry:
         return max(0.0, self._due - time.monotonic())
 
     def report(self, connection: Connection, at_once: bool = False) -> None:
-        """Send what has changed, where a report is due or `at_once`; never waits."""
+        """Send the changes if a report is due or `at_once`; never waits."""
         welcome, now = connection.door.welcome, time.monotonic()
         with self._lock:
             state = welcome, Breaker.CLOSED if self._daemon.breaker.closed else Breaker.OPEN

@@ -20,7 +20,7 @@ class KVLayout:
         spec: the namespace that the slots belong to.
         reads, writes: the shards of a block that this rank holds, and those of them that it writes.
         parts: how its shards divide a block of the engine.
-        places: where its blocks lie in the slots of each group.
+        places: the places of its blocks in the slots of each group.
     """
 
     def __init__(self, spec: NamespaceSpec, facts: RankFacts, shards: Shards, rank: int) -> None:
@@ -71,7 +71,7 @@ class KVLayout:
         return layouts
 
     def layer_ends(self, kv_caches: Mapping[str, Any], num_blocks: int) -> dict[str, int]:
-        """Return where the KV of each layer ends in a block of this rank; {} for an engine with several groups."""
+        """Return the end of each layer's KV in a block of this rank; {} for an engine with several groups."""
         if self.facts.groups:
             return {}
         layers = [[describe_tensor(tensor) for tensor in flatten([cache])] for cache in kv_caches.values()]
@@ -79,7 +79,7 @@ class KVLayout:
         return dict(zip(kv_caches, ends, strict=True))
 
     def place(self, region: Region, refs: bytes, blocks: int, group: int = 0) -> Placed | None:
-        """Return where the blocks of `refs` lie; None if they have no room for `blocks` blocks of the engine.
+        """Return the places of the blocks of `refs`; None if they have no room for `blocks` blocks of the engine.
 
         The scheduler has checked them against its own mapping; the addresses are made in this one.
         """
@@ -98,7 +98,7 @@ def flatten(values: Iterable[Any]) -> Iterable[Any]:
 
 
 def describe_tensor(tensor: Any) -> Tensor:
-    """Return where a tensor lies, with strides in bytes."""
+    """Return the place of a tensor, with strides in bytes."""
     size = tensor.element_size()
     strides: Sequence[int] = tensor.stride()
     return Tensor(tensor.data_ptr(), tuple(tensor.shape), tuple(stride * size for stride in strides), size)

@@ -20,9 +20,9 @@ AHEAD = 4  # sections whose copies are begun before the layers that wait for the
 
 
 def section_ends(layers: Sequence[int]) -> list[int]:
-    """Return where the sections of a block end in its slot; [] if it is too small to be divided.
+    """Return the ends of a block's sections in its slot; [] if it is too small to be divided.
 
-    `layers` are where the KV of each layer ends. Each section has whole layers.
+    `layers` are the ends of the layers' KV. Each section has whole layers.
     """
     count = min(MOST, layers[-1] // LEAST)
     if count < 2:

@@ -149,7 +149,7 @@ class Worker:
         )
 
     def _follow(self, spec: NamespaceSpec) -> None:
-        """Note where this rank's shard lies in the slots of `spec`."""
+        """Note the place of this rank's shard in the slots of `spec`."""
         self._layout.follow(spec)
         self._rank.verifier.follow(spec)
 
@@ -290,7 +290,7 @@ class Worker:
         self._session.close()
 
     def wait_quiet(self) -> bool:
-        """Wait until no copy can touch the engine's blocks any more; return False if the device cannot say."""
+        """Wait until no copy can touch the engine's blocks any more; return False if this is unknown."""
         number, device = self._rank.number, self._device
         try:
             while device is not None and not device.drain(DRAIN_SECONDS):

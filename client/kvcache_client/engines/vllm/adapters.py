@@ -112,7 +112,7 @@ class Adapters:
         return files
 
     def _look(self, files: _Files, patience: float) -> bool:
-        """Return whether the files were looked at within `patience` seconds."""
+        """Return True if the files were looked at within `patience` seconds."""
         done = threading.Event()
 
         def look() -> None:

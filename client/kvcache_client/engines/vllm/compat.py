@@ -91,7 +91,7 @@ def allocated_bytes(tensors: Sequence[Any]) -> int:
 
 
 def places_layers(kv_cache_config: Any) -> bool:
-    """Return whether the configuration has the place of each layer's pages, as from 0.32 on.
+    """Return True if the configuration has the place of each layer's pages, as from 0.32 on.
 
     These versions also accept failed loads by request; earlier ones only by block, and only for one group.
     """
@@ -121,7 +121,7 @@ def page_strides(kv_cache_config: Any) -> Iterator[tuple[int, int]]:
 
 
 def announces_layers(vllm_config: Any) -> bool:
-    """Return whether an engine may call `wait_for_layer_load` whenever a layer of a prompt is computed.
+    """Return True if an engine may call `wait_for_layer_load` whenever a layer of a prompt is computed.
 
     It does not if whole batches with prompts are replayed from a graph, or if two halves of a batch run side by side.
     """
@@ -182,12 +182,12 @@ def context_parallel(parallel_config: Any) -> Iterator[tuple[str, int]]:
 
 
 def computes_scales(cache_config: Any) -> bool:
-    """Return whether scales of KV come from the first batch that the engine runs, as they may before 0.32."""
+    """Return True if scales of KV come from the first batch that the engine runs, as they may before 0.32."""
     return bool(getattr(cache_config, "calculate_kv_scales", False))
 
 
 def quantizes_loaded_kv(vllm_config: Any) -> bool | None:
-    """Return whether a vllm-ascend engine with that option quantizes KV: only if it loads KV. None without it."""
+    """Return True if a vllm-ascend engine with that option quantizes KV: only if it loads KV. None without it."""
     if not getattr(getattr(vllm_config, "quant_config", None), "enable_fa_quant", False):
         return None
     return bool(vllm_config.kv_transfer_config.is_kv_consumer)
@@ -218,7 +218,7 @@ def event_extra_keys(keys: list[Any]) -> list[Any]:
 
 
 def reads_next_token(vllm_config: Any) -> bool:
-    """Return whether a drafter's KV depends on the next token: vLLM then computes the last block of a hit again.
+    """Return True if a drafter's KV depends on the next token: vLLM then computes the last block of a hit again.
 
     From 0.32 on this is in the drafter's configuration, which has an option to keep that block.
     """
@@ -230,7 +230,7 @@ def reads_next_token(vllm_config: Any) -> bool:
 
 
 def stops_before_loading_requests() -> bool:
-    """Return whether a request that does not fit into device memory stops the engine from seeing those that load.
+    """Return True if a request that does not fit into device memory stops the engine from seeing requests that load.
 
     From 0.32 on, the scheduler keeps loading requests in a separate queue.
     """
@@ -240,7 +240,7 @@ def stops_before_loading_requests() -> bool:
 
 
 def asks_in_order(vllm_config: Any) -> bool:
-    """Return whether each waiting request is seen before all later ones.
+    """Return True if each waiting request is seen before all later ones.
 
     It is not with priorities, or if requests are set aside because too many LoRA adapters are running.
     """

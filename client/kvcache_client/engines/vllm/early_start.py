@@ -165,7 +165,7 @@ def map_pages(region: Memory, begin: int = 0) -> int:
 
 
 def _ours(transfer: Any) -> Iterator[tuple[Mapping[str, Any], str]]:
-    """Yield the settings of each connector of ours in a KV transfer configuration, and its own engine id, if any."""
+    """Yield the settings of each of our connectors in a KV transfer configuration, and its own engine id, if any."""
     if transfer is None:
         return
     extra = transfer.kv_connector_extra_config

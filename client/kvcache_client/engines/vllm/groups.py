@@ -62,7 +62,7 @@ class Merged(NamedTuple):
 
 
 def is_plain(kv_cache_config: Any) -> bool:
-    """Return whether there is one group, of attention to all tokens."""
+    """Return True if there is one group, of attention to all tokens."""
     groups = kv_cache_config.kv_cache_groups
     return len(groups) == 1 and kind_of(first_spec(groups[0])) == "FullAttentionSpec"
 
@@ -123,12 +123,12 @@ def boundary_tokens(kv_cache_config: Any) -> int:
 
 
 def has_states(kv_cache_config: Any) -> bool:
-    """Return whether there are states: these exist at few boundaries, and each has to be one of ours."""
+    """Return True if there are states: these exist at few boundaries, and each has to be one of ours."""
     return any(kind_of(first_spec(group)) == _STATE for group in kv_cache_config.kv_cache_groups)
 
 
 def writes_early(kv_cache_config: Any) -> bool:
-    """Return whether a runner may write to blocks that a step gives away before it calls any hook of a connector.
+    """Return True if a runner may write to blocks that a step gives away before it calls any hook of a connector.
 
     Model Runner V2 does so if new blocks are zeroed, if hits may end within a block, or if there are states.
     """

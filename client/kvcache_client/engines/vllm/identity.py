@@ -138,7 +138,7 @@ def why_not_by_head(vllm_config: Any, kv_cache_config: Any, layout: str) -> str:
 
 
 def is_head_major(layout: str) -> bool:
-    """Return whether a block of a layer has its heads one after another, as "HND" before vLLM 0.32, "LBHNC" since."""
+    """Return True if a block of a layer has its heads one after another, as "HND" before vLLM 0.32, "LBHNC" since."""
     return layout in ("HND", "LBHNC", "BLHNC", "BHLNC")
 
 
@@ -344,7 +344,7 @@ def config_digest(vllm_config: Any) -> str:
 
 
 def has_experts(vllm_config: Any) -> bool:
-    """Return whether the model routes its tokens to experts."""
+    """Return True if the model routes its tokens to experts."""
 
     def counts(config: Any) -> Iterator[Any]:
         for key, value in config.items() if isinstance(config, dict) else ():

@@ -49,7 +49,7 @@ def engine_name(vllm_config: Any, engine_id: str = "") -> str:
 
 
 def has_another(connector: object, role: object, vllm_config: Any, endpoint: str) -> bool:
-    """Return whether another connector of this process serves the same side of the same engine at `endpoint`.
+    """Return True if another connector of this process serves the same side of the same engine at `endpoint`.
 
     If none does, `connector` is noted as the one, as long as it lives or until `retire`.
     """

@@ -2,7 +2,7 @@
 
 `sleep`, and from 0.32 on `discard`, unmap the device's memory. `reset_cache` runs in the scheduler's process, and ranks
 get its plans with the next step, after the sleep. Some versions synchronize the device before they unmap its memory and
-others do not, and none knows of copies that a thread of ours has yet to begin. So copies end first.
+others do not, and none knows of copies that our own threads have yet to begin. So copies end first.
 
 `execute_model` begins a step. Model Runner V1 calls `handle_preemptions` before it touches device memory. Model Runner
 V2 first zeroes new blocks, copies hits within a block, and moves states, and only then calls any hook: blocks that are
@@ -66,7 +66,7 @@ def _preceded(first: Callable[..., None], method: Callable[..., Any]) -> Callabl
     def wrapped(worker: Any, *arguments: Any, **named: Any) -> Any:
         try:
             first(*arguments, **named)
-        except Exception:  # the engine goes on in any case
+        except Exception:  # the engine continues in any case
             logger.exception("before %s", method.__name__)
         return method(worker, *arguments, **named)
 
