@@ -123,8 +123,7 @@ class Moves:
             self._wrong.update(keys)
 
     def _try(self, pause: Pause, refused: str, number: int, work: Callable[[], None]) -> bool:
-        """Do work that the store may refuse while it is still read, unless there is a pause; return whether it was
-        done.
+        """Do work that the store may refuse and still be read, unless there is a pause; return whether it was done.
 
         If not, `number` is counted as `refused`.
         """

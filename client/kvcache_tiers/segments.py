@@ -99,7 +99,7 @@ class Segment:
             undo.pop_all()
 
     def _read_head(self) -> tuple[Kind, int]:
-        """Return the index's kind and number of records, if the files have the length for them: before memory is
+        """Return the index's kind and number of records, checked against the files' lengths before memory is
         allocated."""
         head = os.pread(self._index, _HEAD.size, 0)
         if len(head) < _HEAD.size:
@@ -182,8 +182,7 @@ class Segment:
         self._write(record, _ENTRY.pack(zlib.crc32(text) or 1) + text)
 
     def clear(self, record: int) -> None:
-        """Mark a record as having no value. Raises OSError; then it may have one again after the segment is opened
-        again."""
+        """Mark a record as having no value. Raises OSError; then it may have one again when the segment is reopened."""
         self._write(record, _ENTRY.pack(0))
 
     def _write(self, record: int, entry: bytes) -> None:

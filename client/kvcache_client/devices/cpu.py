@@ -163,8 +163,7 @@ class CpuDevice:
 
 
 class _Views(NamedTuple):
-    """The pieces of a section: runs that numpy copies, each with its memory, and fragments that are copied one by
-    one."""
+    """The pieces of a section: runs that numpy copies, each with its memory, and fragments copied one by one."""
 
     even: list[tuple[Bytes, FragmentRun]]
     single: list[FragmentRun]

@@ -143,8 +143,7 @@ class Driver:
         self.record(event, stream)
 
     def wait(self, stream: Handle, event: Handle) -> None:
-        """Let `stream` wait, on the device, for the work that `event` has recorded; not at all if it has recorded
-        none."""
+        """Let `stream` wait, on the device, for the work recorded by `event`; not at all if there is none."""
         self._call("cuStreamWaitEvent", stream, event, 0)
 
     def is_over(self, event: Handle) -> bool:

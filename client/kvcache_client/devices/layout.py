@@ -1,7 +1,7 @@
 """Pure: from an engine's KV tensors, as addresses, to the fragments that make up one of its blocks.
 
-Tensors may have any strides and sizes: views that begin inside a storage, padded rows, a leading dimension longer than
-the number of blocks, keys and values apart or together, kernel blocks smaller than the engine's.
+Strides and sizes of a tensor are taken as they are: views that begin inside a storage, padded rows, a leading dimension
+longer than the number of blocks, keys and values apart or together, kernel blocks smaller than the engine's.
 """
 
 from __future__ import annotations
@@ -135,8 +135,7 @@ def _tensor_fragments(tensor: Tensor, num_blocks: int, without: int | None = Non
 
 
 def _head_fragments(tensor: Tensor, num_blocks: int, heads: int) -> list[tuple[Fragment, int]]:
-    """Return the fragments of a block's first head, with the distance of heads as their stride; and the blocks'
-    distance.
+    """Return the fragments of a block's first head, their stride being that of heads; with each, that of blocks.
 
     The axes are those of blocks and, in five dimensions, of keys and values; then those of heads and tokens, in any
     order; then that of values. In memory, heads come before tokens.
@@ -151,8 +150,7 @@ def _head_fragments(tensor: Tensor, num_blocks: int, heads: int) -> list[tuple[F
 
 
 def _stripes(tensor: Tensor, num_blocks: int, stripes: int) -> list[tuple[Fragment, int]]:
-    """Return the fragments of a block's first stripe, the distance of stripes as their stride; and the blocks'
-    distance."""
+    """Return the fragments of a block's first stripe, their stride being that of stripes; with each, that of blocks."""
     found = []
     for fragment in _tensor_fragments(tensor, num_blocks):
         if fragment.bytes % stripes:

@@ -41,8 +41,7 @@ class _Locked:
         self._next = 0
 
     def missing(self, job: Job, size: int) -> bool:
-        """Return True if any of `size` bytes at each of the offsets of `job` are not locked; if so, they are locked
-        next."""
+        """Return True if any of `size` bytes at each offset of `job` are not locked; then they are locked next."""
         if not len(job.offsets) or self.bytes == self.region.bytes:
             return False
         offsets, sizes = job.offsets, np.full(len(job.offsets), size)
@@ -146,8 +145,8 @@ class Registration:
             return (self._now.over, self._now.bytes) if self._now is not None else (False, 0)
 
     def borrow(self, job: Job, size: int) -> object | None:
-        """Return an object that keeps `size` bytes at each of the offsets of `job` locked until it is given back, None
-        if some are not locked.
+        """Return an object that keeps `size` bytes at each offset of `job` locked until given back, None if some are
+        not.
 
         Called for every copy; never waits.
         """

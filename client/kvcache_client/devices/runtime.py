@@ -51,8 +51,7 @@ class Runtime(Protocol):
         """
 
     def wait(self, stream: Handle, event: Handle) -> None:
-        """Let `stream` wait, on the device, for the work that `event` has recorded; not at all if it has recorded
-        none."""
+        """Let `stream` wait, on the device, for the work recorded by `event`; not at all if there is none."""
 
     def is_over(self, event: Handle) -> bool: ...
 

@@ -18,8 +18,7 @@ _SECONDS = 30.0
 
 
 def check_copies(device: Device, runs: Sequence[FragmentRun], num_blocks: int, ends: Sequence[int] = ()) -> None:
-    """Save two blocks of known bytes and load two others, before the engine uses its cache. Their contents are
-    restored.
+    """Save two blocks of known bytes and load two others, before the engine uses its cache; then restore them.
 
     Two more are loaded section by section, if a block has sections: `ends` as in `open_device`.
 

@@ -13,8 +13,8 @@ PATIENCE = 1.0  # seconds that requests wait for the digest; then they are serve
 
 
 class CheckpointReading:
-    """One reading. It begins when the engine has requests again: an engine is reset before it sleeps, and may wake up
-    with different files.
+    """One reading. It begins when the engine has requests again: an engine is reset before it sleeps, and may wake with
+    other files.
 
     `found` is the digest: None until it is known, "" if it cannot be read.
     """

@@ -69,8 +69,7 @@ class EngineFacts:
         )
 
     def lazy(self, settings: ConnectorSettings, group: FullAttention, counters: Counts) -> Lazy | None:
-        """Return the object that delays saves until the engine is about to evict their blocks; None if saves are
-        eager."""
+        """Return the object that delays saves until their blocks are about to be evicted; None if saves are eager."""
         if settings.save_mode != "lazy" or self.evicted_next is None:
             return None
         # The blocks that the next step may give away, and as many again: a save takes a step.

@@ -141,7 +141,8 @@ class FullAttention:
         return self.keys(request.hashes)[saved:full] if full > saved else ()
 
     def references(self, keys: Sequence[bytes], hits: int, had: int) -> Sequence[bytes]:
-        """Return the hash of each slot that a lookup of `keys` returns if the engine has the first `had` tails."""
+        """Return the hash of each slot that a lookup of `keys` returns if the engine has the tails of the first
+        `had`."""
         return keys[:hits]
 
     def columns(self, number: int) -> int:

@@ -146,8 +146,7 @@ class Loads:
             load.hashes = frozenset()
 
     def follow(self, state: RequestState, start: int, hits: int, now: float) -> bool:
-        """Return True if `state` is to wait for another request's load, rather than load what it lacks of `hits`
-        itself.
+        """Return True if `state` is to wait for another request's load, rather than load the rest of `hits` itself.
 
         It has `start` device blocks. It waits only if one load brings the first cached block after those, and at least
         half of all, and never longer than PATIENCE in all. While loads fail, each request has its own.

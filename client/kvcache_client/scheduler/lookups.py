@@ -19,7 +19,7 @@ PENDING_WAIT = 0.05  # seconds that a request waits, once, for blocks that are b
 PRODUCER_WAIT = 1.0  # the same in an engine that leaves prompts to others: blocks being written are being handed over
 TIER_WAIT = 2.0  # the same, in all, for blocks from a tier, while the time to compute them is unknown
 LEAST_WAIT = 0.002  # seconds between two lookups of a request that waits for a tier
-QUOTA_WAIT = 0.25  # seconds that it waits, in all, for running loads to give leased bytes back to the engine's quota
+QUOTA_WAIT = 0.25  # seconds that it waits, in all, for running loads to free some of the engine's pin quota
 STALLED = 1 << 10  # blocks that are remembered because requests waited for them in vain
 MAX_AGE = 0.1  # seconds after which a lookup that did not find all blocks is repeated
 IDLE_SCHEDULES = 2  # schedules after which a lease that no load has taken is given back
@@ -43,8 +43,7 @@ class Lookups:
         events: EngineEvents | None = None,
         saves: bool = True,
     ) -> None:
-        """`verify` selects the blocks of a hit to be verified, each of `shards` shards; `saves`: the engine saves,
-        too."""
+        """`verify` selects the blocks of a hit to verify, each of `shards` shards; `saves`: the engine saves, too."""
         self.spent = 0.0
         self._saves = saves
         self._group, self._shards, self._verify = group, shards, verify
@@ -121,9 +120,8 @@ class Lookups:
     ) -> bool:
         """Return True if a request that computes from device block `start` on is to wait and be looked up again.
 
-        It waits for running loads to give leased bytes back to the engine's quota, or for blocks that are being
-        written, for at most `patience` seconds from now on. While the first of these blocks does not come, each wait
-        for it is shorter.
+        It waits for running loads to free some of the engine's pin quota, or for blocks that are being written, for at
+        most `patience` seconds from now on. While the first of these blocks does not come, each wait for it is shorter.
         """
         lease = lookup.lease
         if lease.withheld and running_loads:

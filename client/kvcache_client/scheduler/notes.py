@@ -33,7 +33,7 @@ class Notes:
             self.add(state.id, cause, now)
 
     def add(self, request: str, cause: str, now: float, hashes: Sequence[bytes] = ()) -> None:
-        """Note an event of `request`, or of its blocks `hashes`. If there are too many, the oldest are dropped and
+        """Note an event of `request`, or of its blocks `hashes`. The oldest ones beyond the bound are dropped and
         counted."""
         self.entries.append((now, request[:MAX_NAME], cause, list(hashes[:HASHES])))
         self._hashes += len(self.entries[-1][3])

@@ -39,7 +39,7 @@ class LookupResult:
 class Canary:
     """Blocks of one request that are cached and that the engine computes anyway.
 
-    `hits` slots are in `packed`; those before `first` came from the engine's own prefix cache at its last request.
+    `hits` slots are in `packed`; those before `first` came from the engine's own prefix cache at its last query.
     """
 
     region: bytes
@@ -126,7 +126,7 @@ class RequestState:
 
     # Lookups and loads.
     lookup: LookupResult | None = None
-    start: int = 0  # device blocks that the engine had itself at its last request
+    start: int = 0  # device blocks that the engine had itself at its last query
     waits: Waits = field(default_factory=Waits)
     following: Following = field(default_factory=Following)
     admitted: bool | None = None  # whether the gate lets its hits be loaded; None: not decided yet

@@ -68,8 +68,8 @@ class Requests:
         return bool(self._finished)
 
     def take_finished(self, waiting: Collection[str]) -> list[str]:
-        """Return the finished requests to report to the ranks now: no more saves of them come, unlike of those
-        `waiting`."""
+        """Return the finished requests to report to the ranks now: all but the `waiting` ones, which may have more
+        saves."""
         ready = [request_id for request_id in self._finished if request_id not in waiting]
         self._finished = [request_id for request_id in self._finished if request_id in waiting]
         return ready

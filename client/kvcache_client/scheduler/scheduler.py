@@ -150,8 +150,7 @@ class Scheduler:
     def _is_worth_waiting(
         self, state: RequestState, lookup: LookupResult, computed: int, limit: int, now: float
     ) -> bool:
-        """Whether more blocks become available, by a writer, a lease's end, or a tier, sooner than by computing
-        them."""
+        """Whether more blocks come, from a writer, a lease that ends, or a tier, sooner than they can be computed."""
         lease, tokens = lookup.lease, self._group.slot_tokens
         if coming := lease.pending + lease.withheld:
             wanted = min(lease.hits + coming, limit) * tokens
@@ -283,8 +282,7 @@ class Scheduler:
                 self.gate.pace.arrived(tokens, seconds)
 
     def given_away(self, jobs: Sequence[tuple[int, int]]) -> None:
-        """Note saves, by reservation and first position, that a rank had not begun when their blocks were given
-        away."""
+        """Note saves, by reservation and first position, not begun by a rank when their blocks were given away."""
         self._saves.given_away(jobs)
 
     # One step.
@@ -431,8 +429,7 @@ class Scheduler:
             self._saves.drop()
 
     def reset(self) -> bool:
-        """The weights may have changed: continue according to `on_reset`. Return whether the engine still shares
-        blocks.
+        """The weights may have changed: act according to `on_reset`. Return True if the engine still shares blocks.
 
         Requested jobs that have not begun are dropped: the device memory that they would read from may be unmapped
         before the next step, because sleep resets first.

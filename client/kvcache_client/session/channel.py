@@ -394,14 +394,14 @@ class Channel:
         return reply
 
     def _forget_before(self, number: int) -> None:
-        """Requests are handled in order: if one was sent before an answered ping and has no answer, it never gets
-        one."""
+        """Requests are handled in order: an unanswered one that was sent before an answered ping never gets an
+        answer."""
         for lost in [each for each in list(self._waiting) if each < number]:
             self._counters.add("answers_lost")
             self._hand_over(self._waiting.pop(lost), None)
 
     def _hand_over(self, handler: Handler | _Follower, reply: Reply | None) -> None:
-        """Pass the reply to the handler or call that waits; None, if there will be none, also goes to a call's late
+        """Pass the reply to the waiting handler or call; None (there will be none) also goes to a call's late
         handler."""
         if isinstance(handler, _Follower):
             if handler.take(reply) and reply is not None:

@@ -105,8 +105,7 @@ class Namespace:
         self._daemon.post(connection, self._attachment(), "stale_attaches", heard)
 
     def refuse(self, why: str) -> None:
-        """Note that the daemon does not let this session join; count and log each reason once, as attempts are
-        repeated."""
+        """Note that the daemon does not let this session join; count and log each reason once, as attempts repeat."""
         if why != self.refused:
             self._daemon.count("attaches_refused")
             logger.warning("namespace %s (%s) is refused: %s", self.id, self.spec.model, why)

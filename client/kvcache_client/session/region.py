@@ -74,8 +74,7 @@ class Region:
 
     @property
     def present(self) -> int:
-        """The number of bytes, from the first one on, that are in memory: the daemon makes the pages one after
-        another."""
+        """The number of bytes, from the first one on, that are in memory: the daemon makes the pages in order."""
         ready = self.rows.ready_pages
         return (
             self.bytes if ready == self.geometry.pages else self.geometry.data_offset + ready * self.geometry.page_bytes

@@ -112,7 +112,7 @@ class Settlements:
         answer: Handler,
         reply: Reply | None,
     ) -> None:
-        """Take the answer that came by `channel`. If none came before the daemon went, the next daemon gets the
+        """Take the answer that came by `channel`. If none came and the daemon is gone, the next one gets the
         request."""
         daemon = self._daemon
         if reply is not None or connection is None or (channel is not None and not channel.closed):

@@ -57,7 +57,7 @@ class Verifier:
         self._block_bytes = [group.block_bytes for group in spec.groups]
 
     def after_save(self, region: Region, job: SaveJob, then: Callable[[bytes], None]) -> None:
-        """Pass the checksums of the blocks that `job` has written, one per position and shard, to `then` on another
+        """Pass the checksums of the blocks written by `job`, one per position and shard, to `then` on another
         thread."""
 
         def work() -> None:

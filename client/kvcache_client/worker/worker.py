@@ -270,8 +270,7 @@ class Worker:
     # The end.
 
     def drain(self) -> None:
-        """Wait for running copies, at most `drain_ms`: the device's memory is about to be unmapped, or the worker
-        ends."""
+        """Wait for running copies, at most `drain_ms`: the device's memory is about to be unmapped, or this ends."""
         self.loads.early.start_all()
         if self._device is not None and not self._device.drain(self._settings.drain_ms / 1000):
             self._rank.counts.add("drains_cut_short")

@@ -47,8 +47,7 @@ _watched: weakref.WeakSet[Adapters] = weakref.WeakSet()  # those that are notifi
 
 
 class Adapters:
-    """The adapters of one engine. Called by its scheduler's thread, which waits for files only as long as the constants
-    say."""
+    """The adapters of one engine. Called by its scheduler's thread, which waits for files within the above limits."""
 
     def __init__(self, config: Any, doubt: Callable[[set[int]], None]) -> None:
         """`config` is the engine's `lora_config`: the object itself, by which it is recognized.
@@ -85,8 +84,7 @@ class Adapters:
         self._claim(lora)
 
     def _claim(self, lora: Any) -> _Files | None:
-        """Return the files of an adapter. If vLLM has named other files in the same way, both are in doubt from now
-        on."""
+        """Return the files of an adapter. If vLLM has named other files likewise, both are in doubt from now on."""
         if not self._hears:
             return None
         source = (os.path.abspath(os.path.expanduser(lora.lora_path)), bool(getattr(lora, "is_3d_lora_weight", False)))

@@ -265,8 +265,7 @@ class KVCacheServerConnector(KVConnectorBase_V1, SupportsHMA):
         per_slot: int,
         shares: list[Share],
     ) -> None:
-        """Open the scheduler's side of an engine with pipeline stages: by itself it knows only the first stage's
-        share."""
+        """Open the scheduler's side of an engine with pipeline stages: it knows only the first stage's share itself."""
         ranks = self._vllm_config.parallel_config.tensor_parallel_size
         stages = [shares[at : at + ranks] for at in range(0, len(shares), ranks)]
         try:
@@ -392,8 +391,7 @@ class KVCacheServerConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
-        """Request heads before tokens if each head is to be a shard. vLLM drops this if its backend does not support
-        it."""
+        """Request heads before tokens if each head is to be a shard. vLLM drops this if its backend cannot do it."""
         model, wanted = vllm_config.model_config, vllm_config.kv_transfer_config.kv_connector_extra_config
         by_head = wanted.get("share_tp") is True and model is not None and not getattr(model, "use_mla", False)
         return compat.head_major_layout() if by_head else None
@@ -551,8 +549,7 @@ class KVCacheServerConnector(KVConnectorBase_V1, SupportsHMA):
 
     @guard()
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        """Of several connectors, vLLM asks one for its metadata and gives it to all; with stages, most of them
-        raise."""
+        """Of several connectors, vLLM asks one for metadata and gives it to all; with stages, most of them raise."""
         return self._share if self._share is not None and get_kv_transfer_group() is self else None
 
     @guard()

@@ -1,5 +1,4 @@
-"""Pure: the content besides its tokens that a request's KV depends on. vLLM's hashes name it, but do not always digest
-it.
+"""Pure: what a request's KV depends on besides its tokens. vLLM's hashes name it, but not always by its content.
 
 - A cache salt is content.
 - A LoRA adapter is named, from 0.32 on also with its path. A digest of its files is mixed in: see `adapters`.
@@ -41,7 +40,7 @@ class Contents:
         self._mixed: WeakValueDictionary[str, ContentHashes] = WeakValueDictionary()
 
     def of(self, request: Any) -> tuple[bytes, str]:
-        """Return the bytes to be mixed into the hashes of a request, or b"" and the reason that its blocks are not
+        """Return the bytes to mix into the hashes of a request, or b"" and the reason that its blocks are not
         cached."""
         if getattr(request, "mm_features", None):
             return b"", "multimodal"

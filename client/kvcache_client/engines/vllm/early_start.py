@@ -61,8 +61,7 @@ class Preparation:
         self._device.set()
 
     def claim(self) -> tuple[Session | None, Registration | None]:
-        """Return the session and the registration, which the caller closes from now on; wait for any that are ready
-        soon."""
+        """Return the session and the registration, which the caller then closes; wait for any that are ready soon."""
         self._attached.wait(_CLAIM)
         if self.session is None or self._runtime is None or self.session.region is None:
             self._given_up = True

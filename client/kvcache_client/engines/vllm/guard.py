@@ -40,8 +40,7 @@ def guard(otherwise: Callable[..., Any] = lambda *arguments: None) -> Callable[[
 
 
 def report(where: str, error: Exception, in_scheduler: bool) -> str:
-    """Log, once per engine, that it continues without the cache, and return the reason. The traceback is logged at
-    DEBUG.
+    """Log, once per engine, that it continues without the cache; return the reason. DEBUG has the traceback.
 
     A rank's fault reaches the scheduler's side with the next step, and is logged there.
     """

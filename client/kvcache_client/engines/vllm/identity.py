@@ -83,8 +83,7 @@ def _begins_from_nothing(vllm_config: Any) -> bool:
 
 
 def engine_block_size(kv_cache_config: Any) -> int:
-    """Return the tokens per block of the engine; for several groups, the distance of ends common to all their
-    blocks."""
+    """Return the tokens per block of the engine; for several groups, those after which blocks of all groups end."""
     if is_plain(kv_cache_config):
         return int(kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size)
     return boundary_tokens(kv_cache_config)
