@@ -54,6 +54,15 @@ def test_the_sections_of_doctor() -> None:
     assert [row[0].strip("`") for row in rows(section("server/README.md", "Doctor"))[1:]] == list(SECTIONS)
 
 
+def test_each_feature_has_its_tests() -> None:
+    page = (ROOT / "tests/client/vllm/README.md").read_text()
+    files = (ROOT / "tests").rglob("*.py")
+    there = {name for file in files for name in re.findall(r"def (test_\w+)", file.read_text())}
+    table = rows(page)[1:]
+    assert len(table) > 60 and all(set(re.findall(r"`(test_\w+)`", row[-1])) & there for row in table)
+    assert set(re.findall(r"`(test_\w+)`", page)) <= there
+
+
 def test_the_exit_codes_of_the_daemon() -> None:
     listed = {int(row[0]): row[1] for row in rows(section("server/README.md", "Exit codes"))[1:]}
     assert set(listed) == {0, 1} | {code for _, code, _ in EXIT_CODES}
