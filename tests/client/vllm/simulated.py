@@ -1146,6 +1146,14 @@ class Engine:
                 self.step()
             assert time.monotonic() < end, "the engine does not come to an end"
 
+    def answered(self) -> None:
+        """Wait until the daemon has answered all reservations, which the next step then has."""
+        end = time.monotonic() + PATIENCE
+        for sent in self.connector._scheduler._saves.waiting:
+            while sent.ticket is not None and sent.ticket.poll() is None:
+                assert time.monotonic() < end, "the daemon does not answer"
+                time.sleep(0.0002)
+
     def generate(self, prompt: Any, max_tokens: int = 1, name: str = "", **facts: Any) -> list[int]:
         """Run one request, and one step more, in which vLLM tells the workers that it is over."""
         name = name or f"r{len(self.outputs)}"

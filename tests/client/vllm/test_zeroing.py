@@ -54,14 +54,15 @@ def reallocate(sim: Any, prompt: Any, idle: Any, one: Any, two: Any, blocks: int
 
     Each prompt takes nearly all blocks of the one before it, whose saves have just begun.
     """
-    one.delay(0.01)
+    one.delay(0.05)  # a step must be over before, also on a busy host
     prompts: list[list[int]] = []
     while one.fenced < blocks:
         assert len(prompts) < 400
         first, prompts = len(prompts), [*prompts, *(prompt(13 * BLOCK + 1 + at % 20) for at in range(10))]
         for at, tokens in enumerate(prompts[first:], first):
             one.add(f"r{at}", tokens, 1 + at % 2)
-        one.run()
+        while one.step():
+            one.answered()  # else a busy host has no saves that run when their blocks are given away
     one.step()
     idle()
     for at, tokens in enumerate(prompts):
