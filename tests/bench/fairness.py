@@ -22,6 +22,7 @@ from pathlib import Path
 from one_daemon import one_daemon
 
 from kvcache_client import GroupSpec, Namespace, NamespaceSpec, Session
+from kvcache_proto.types import MAX_BLOCKS
 from kvcache_tools.bench import PAGE, size_for
 
 SLOT = 4096
@@ -68,8 +69,8 @@ def store(namespace: Namespace, prompt: list[bytes]) -> int:
     """Do what an engine does with a prompt: look it up, store the rest; return the hits."""
     with namespace.acquire(prompt) as lease:
         hits = lease.hits
-        if hits < len(prompt):
-            namespace.reserve(prompt[hits:], parent=prompt[hits - 1] if hits else None).commit()
+        for at in range(hits, len(prompt), MAX_BLOCKS):
+            namespace.reserve(prompt[at : at + MAX_BLOCKS], parent=prompt[at - 1] if at else None).commit()
     return hits
 
 
