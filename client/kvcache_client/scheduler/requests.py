@@ -15,6 +15,7 @@ class Requests:
         """`table_tokens` are the tokens per block of each of the engine's groups."""
         self._table_tokens, *self._other_tokens = table_tokens
         self._states: dict[str, RequestState] = {}
+        self.get = self._states.get  # called for each request in each step
         self._finished: list[str] = []
         self._allocated: list[RequestState] = []  # those that received device blocks since the last step
 
@@ -23,9 +24,6 @@ class Requests:
 
     def __iter__(self) -> Iterator[RequestState]:
         return iter(self._states.values())
-
-    def get(self, request_id: str) -> RequestState | None:
-        return self._states.get(request_id)
 
     def known(self, request: RequestView) -> RequestState | None:
         """Return the present state of a request; None for a new one, even if an earlier one had its id."""

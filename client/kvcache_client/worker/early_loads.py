@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Set
 
 from kvcache_client.devices import Job
 from kvcache_client.session.region import Region
@@ -106,10 +106,13 @@ class EarlyLoads:
         """Report the end of a load that could not be an early one."""
         self._arrived.append((request, 0.0, []))
 
-    def leave_step(self, idle: bool) -> tuple[set[int], str]:
+    def leave_step(self, idle: bool) -> tuple[Set[int], str]:
         """The engine has submitted a step. Return the device blocks that it may have computed with in vain, and the
         reason that this rank can take no part any more, "" if it can."""
-        invalid, why = set[int](), ""
+        if self.layered is None and not self._arrived:
+            return frozenset(), ""
+        invalid: set[int] = set()
+        why = ""
         if self.layered is not None:
             if not idle and (unfilled := self.layered.leave_step()):
                 invalid |= unfilled

@@ -226,8 +226,8 @@ class Worker:
             if idle and not loads.ended and not loads.early.is_running:
                 device.linger(LINGER_SECONDS)
         invalid, why = loads.early.leave_step(idle)
-        loads.invalid |= invalid
-        if why:
+        if invalid or why:
+            loads.invalid |= invalid
             self.decline(why)
         return loads.take_received()
 
