@@ -61,7 +61,7 @@ class Rank:
         job = SaveJob("r", reservation.region_id, reservation.id, self.blocks, reservation.packed, self.blocks, summed)
         begin = time.perf_counter()
         self.worker.begin(self.plan(saves=[job]))
-        while self.worker.saving:
+        while self.worker._saves._stored["r"].jobs:
             time.sleep(0.0001)
         self.worker._session.ping()  # answered after the settlement
         return time.perf_counter() - begin

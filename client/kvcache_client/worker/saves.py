@@ -39,12 +39,6 @@ class Saves:
         self._stored: dict[str, _Stored] = {}
         self._lock = threading.Lock()
 
-    @property
-    def running(self) -> int:
-        """The number of saves that are not settled yet."""
-        with self._lock:
-            return sum(stored.jobs for stored in self._stored.values())
-
     def begin(self, job: SaveJob) -> None:
         rank, layout = self._rank, self._rank.layout
         if not layout.writes or rank.device is None:

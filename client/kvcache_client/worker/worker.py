@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any
 
 from kvcache_client.devices import CopyError, Device, open_device
 from kvcache_client.devices.layout import Fragment, runs
@@ -38,25 +39,39 @@ _JOINING = "it has not joined the namespace yet"
 _LATE = "the executor bypasses Worker.execute_model, so that blocks may be overwritten before they are saved"
 
 
-class Report(NamedTuple):
-    """A rank's report to the scheduler's side since the last one. `declined`, `carried` and `ready` have an entry for
-    this rank if its value has changed.
+@dataclass
+class Report:
+    """What ranks report to the scheduler's side, each item once.
 
     Attributes:
-        verdicts: the daemon's verdicts on settlements.
-        declined: the reason that this rank takes no part in the cache, "" if it takes part again.
+        verdicts: the daemon's verdicts on settlements, if events are wanted.
+        declined: by rank, the reason that it takes no part in the cache, "" if it takes part again.
         given_away: the saves, by reservation and first position, that were cancelled.
-        carried: the seconds that a thread takes to carry one block of the engine, 0 if copies need no thread.
-        arrived: the requests of layered loads that have ended, and the seconds that each copy took.
-        ready: whether the engine announces its layers to this rank.
+        carried: by rank, the seconds that a thread takes to carry one block of the engine, 0 if copies need no thread.
+        arrived: the requests of layered loads that have ended on a rank, and the seconds that their copies took.
+        ready: by rank, whether the engine announces its layers to it.
     """
 
-    verdicts: list[RankVerdicts]
-    declined: dict[int, str]
-    given_away: list[tuple[int, int]]
-    carried: dict[int, float]
-    arrived: list[tuple[str, float]]
-    ready: dict[int, bool]
+    verdicts: list[RankVerdicts] = field(default_factory=list)
+    declined: dict[int, str] = field(default_factory=dict)
+    given_away: list[tuple[int, int]] = field(default_factory=list)
+    carried: dict[int, float] = field(default_factory=dict)
+    arrived: list[tuple[str, float]] = field(default_factory=list)
+    ready: dict[int, bool] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        return bool(self.verdicts or self.declined or self.given_away or self.carried or self.arrived or self.ready)
+
+    def merged(self, other: Report) -> Report:
+        """Return both reports as one."""
+        return Report(
+            self.verdicts + other.verdicts,
+            self.declined | other.declined,
+            self.given_away + other.given_away,
+            self.carried | other.carried,
+            self.arrived + other.arrived,
+            self.ready | other.ready,
+        )
 
 
 class Worker:
@@ -109,11 +124,6 @@ class Worker:
     @property
     def _namespace(self) -> Namespace | None:
         return self._rank.namespace
-
-    @property
-    def saving(self) -> int:
-        """The number of saves that are not settled yet."""
-        return self._saves.running
 
     def register(self, kv_caches: dict[str, Any], num_blocks: int) -> None:
         """Take the KV tensors, one or several per layer, and join the namespace.

@@ -192,7 +192,7 @@ def test_copies_end_before_the_memory_is_unmapped(engines: Any, sim: Any, prompt
     one, two = engines("one", extra={"on_reset": "keep"}), engines("two")
     one.delay(0.1)
     one.add("r", tokens, 600)
-    one.run(lambda: one.workers[0].saving)  # it has begun a save
+    one.run(lambda: one.workers[0]._saves._stored)  # it has begun a save
     one.core.sleep(1)
     idle()
     assert hits(two, sim, tokens, idle) == 6 * BLOCK

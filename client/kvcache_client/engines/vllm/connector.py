@@ -62,11 +62,11 @@ from kvcache_client.scheduler.groups import Table
 from kvcache_client.scheduler.scheduler import Scheduler
 from kvcache_client.session.session import Session
 from kvcache_client.settings import ConnectorSettings, blocks_per_slot, parse_settings
-from kvcache_client.step_plan import NOTHING, LoadJob, RankVerdicts, StepPlan
+from kvcache_client.step_plan import NOTHING, LoadJob, StepPlan
 from kvcache_client.worker.facts import RankFacts
 from kvcache_client.worker.places import RankTable
 from kvcache_client.worker.shards import Shards
-from kvcache_client.worker.worker import Worker
+from kvcache_client.worker.worker import Report, Worker
 from kvcache_proto.errors import ConfigError, KVCacheError
 from kvcache_proto.types import TAIL, NamespaceSpec
 
@@ -107,38 +107,18 @@ class RankShare(KVConnectorHandshakeMetadata):
 
 @dataclass
 class RankReport(KVConnectorWorkerMetadata):
-    """The ranks' report to the scheduler's side, each item once.
+    """The report of ranks, in the wrapper that vLLM sends to the scheduler's side.
 
-    Attributes:
-        verdicts: the daemon's verdicts on the blocks that ranks saved; only if events are enabled.
-        declined: the reason that a rank takes no part in the cache, by rank; "" for one that takes part again.
-        carried: seconds that a rank's thread takes to carry one of the engine's blocks, by rank; 0 if it need not.
-        timed: numbers of the plans of timed steps that have ended.
-        given_away: saves, by reservation and first position, that had not begun when their blocks were given away.
-        arrived: layered loads, by request, that have ended on a rank, and the seconds that their copies took.
-        ready: whether the engine announces its layers to a rank, by rank.
+    `timed` are the numbers of timed plans whose step has ended.
     """
 
-    verdicts: list[RankVerdicts] = field(default_factory=list)
-    declined: dict[int, str] = field(default_factory=dict)
-    given_away: list[tuple[int, int]] = field(default_factory=list)
-    carried: dict[int, float] = field(default_factory=dict)
+    report: Report = field(default_factory=Report)
     timed: list[int] = field(default_factory=list)
-    arrived: list[tuple[str, float]] = field(default_factory=list)
-    ready: dict[int, bool] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> RankReport:
         if not isinstance(other, RankReport):
             return self
-        return RankReport(
-            self.verdicts + other.verdicts,
-            self.declined | other.declined,
-            self.given_away + other.given_away,
-            self.carried | other.carried,
-            self.timed + other.timed,
-            self.arrived + other.arrived,
-            self.ready | other.ready,
-        )
+        return RankReport(self.report.merged(other.report), self.timed + other.timed)
 
 
 _EMPTY, _IDLE = StepMetadata(), StepMetadata(idle=True)
@@ -507,10 +487,11 @@ class KVCacheServerConnector(KVConnectorBase_V1, SupportsHMA):
         copies = getattr(connector_output, "kv_connector_stats", None)
         if isinstance(copies, CacheStats):  # beside other connectors they are wrapped, and left out of the log
             self._scheduler.copied(copies.data)
-        report = connector_output.kv_connector_worker_meta
-        self._scheduler.step_ended(report.timed if isinstance(report, RankReport) else ())
-        if not isinstance(report, RankReport):
+        found = connector_output.kv_connector_worker_meta
+        self._scheduler.step_ended(found.timed if isinstance(found, RankReport) else ())
+        if not isinstance(found, RankReport):
             return
+        report = found.report
         if report.declined:
             self._scheduler.ranks_declined(report.declined)
         self._scheduler.gate.pace.carried(report.carried)
@@ -645,11 +626,12 @@ class KVCacheServerConnector(KVConnectorBase_V1, SupportsHMA):
             fault, self._fault = self._fault, ""
             over = [(request, 0.0) for request in self._coming] if self._quiet.is_set() else []
             self._coming.difference_update(request for request, _ in over)
-            return RankReport(declined={self._rank: fault} if fault else {}, arrived=over) if fault or over else None
+            last = Report(declined={self._rank: fault} if fault else {}, arrived=over)
+            return RankReport(last) if last else None
         report, metadata = self._worker.take_report(), self._connector_metadata
         timed = [metadata.plan.number] if isinstance(metadata, StepMetadata) and metadata.plan.timed else []
         self._coming.difference_update(request for request, _ in report.arrived)
-        return RankReport(**report._asdict(), timed=timed) if timed or any(report) else None
+        return RankReport(report, timed) if timed or report else None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         blocks, self._not_loaded = self._not_loaded, set()
