@@ -11,7 +11,7 @@ import pytest
 from kvcache_client.devices import Job
 from kvcache_client.devices.cpu import CpuDevice
 from kvcache_client.devices.layout import FragmentRun
-from kvcache_proto.check_result import CheckResult
+from kvcache_tools.doctor.check_result import CheckResult
 from kvcache_tools.doctor.engine_side import copies
 
 

@@ -20,10 +20,10 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-from kvcache_proto.check_result import CheckResult
 from kvcache_server.config import Config
 from kvcache_server.storage.region_file import Mount
 from kvcache_tools import doctor
+from kvcache_tools.doctor.check_result import CheckResult
 from kvcache_tools.doctor.child import ask
 from kvcache_tools.doctor.host import tmpfs_page
 from kvcache_tools.doctor.software import OURS, within

@@ -16,9 +16,9 @@ from typing import Any
 import click
 import msgspec
 
-from kvcache_proto.check_result import CheckResult
 from kvcache_server.config import Config, load
 from kvcache_tools.doctor import endpoint, host, software
+from kvcache_tools.doctor.check_result import CheckResult
 from kvcache_tools.doctor.child import ask
 from kvcache_tools.doctor.table import describe, summary
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from kvcache_proto.check_result import CheckResult
+from kvcache_tools.doctor.check_result import CheckResult
 
 ENGINE_SIDE = "kvcache_tools.doctor.engine_side"  # only a name
 _answers = msgspec.json.Decoder(CheckResult)

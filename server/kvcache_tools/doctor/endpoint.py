@@ -9,7 +9,6 @@ import time
 from collections.abc import Iterator
 
 from kvcache_proto import __version__
-from kvcache_proto.check_result import CheckResult, CheckVerdict
 from kvcache_proto.endpoint import default_endpoint, socket_path
 from kvcache_proto.errors import KVCacheError, NotPermitted, RegionError, Unavailable
 from kvcache_proto.region import plan_geometry
@@ -18,6 +17,7 @@ from kvcache_server.admin_client import AdminClient
 from kvcache_server.config import Config
 from kvcache_server.storage.folder import check_folder
 from kvcache_server.storage.region_file import check_room
+from kvcache_tools.doctor.check_result import CheckResult, CheckVerdict
 from kvcache_tools.doctor.child import ask
 
 PINGS = 200

@@ -9,7 +9,6 @@ import resource
 from collections.abc import Iterator
 from pathlib import Path
 
-from kvcache_proto.check_result import CheckResult, CheckVerdict
 from kvcache_proto.region import ALIGN
 from kvcache_proto.sizes import format_size
 from kvcache_server.config import Config
@@ -23,6 +22,7 @@ from kvcache_server.storage.region_file import (
     mount_of,
     no_huge_pages,
 )
+from kvcache_tools.doctor.check_result import CheckResult, CheckVerdict
 
 _CAP_IPC_LOCK = 14
 _HUGE = 2 << 20

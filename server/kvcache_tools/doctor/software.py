@@ -11,8 +11,8 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 from kvcache_proto import __version__
-from kvcache_proto.check_result import CheckResult
 from kvcache_server.config import Config
+from kvcache_tools.doctor.check_result import CheckResult
 
 NAME = "kvcache-server"
 PLUGINS, PLUGIN = "vllm.general_plugins", "kvcache_server"

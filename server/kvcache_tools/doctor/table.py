@@ -5,8 +5,8 @@ from __future__ import annotations
 import collections
 from collections.abc import Iterable
 
-from kvcache_proto.check_result import CheckResult
 from kvcache_proto.text import escaped
+from kvcache_tools.doctor.check_result import CheckResult
 
 _VERDICT, _NAME = 10, 22
 

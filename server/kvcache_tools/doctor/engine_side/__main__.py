@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 
 import msgspec
 
-from kvcache_proto.check_result import CheckResult
+from kvcache_tools.doctor.check_result import CheckResult
 from kvcache_tools.doctor.engine_side import copies, mapping
 
 QUESTIONS: dict[str, Callable[..., Iterable[CheckResult]]] = {

@@ -21,8 +21,8 @@ import numpy as np
 from kvcache_client.devices import CopyError, Device, Job, Scratch, Unsupported, open_device
 from kvcache_client.devices.layout import FragmentRun, Tensor, block_fragments, runs
 from kvcache_client.devices.self_test import check_copies
-from kvcache_proto.check_result import CheckResult, How
 from kvcache_proto.errors import ConfigError
+from kvcache_tools.doctor.check_result import CheckResult, How
 
 LAYERS, FRAGMENT = 32, 64 << 10  # keys and values apart: 4 MiB per block, as for 32 tokens of an 8B model
 SLOT = 2 * LAYERS * FRAGMENT

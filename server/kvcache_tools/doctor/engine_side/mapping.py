@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from kvcache_client.session.session import Session
-from kvcache_proto.check_result import CheckResult
 from kvcache_proto.errors import KVCacheError
+from kvcache_tools.doctor.check_result import CheckResult
 
 
 def of_region(endpoint: str) -> Iterator[CheckResult]:
