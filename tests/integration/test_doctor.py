@@ -11,19 +11,15 @@ from typing import Any
 import pytest
 
 
-@pytest.mark.long  # tests/client/devices has what it runs
-@pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="the suite's caches are torch's")
-def test_a_complete_report(daemon: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTEST_ADDOPTS", "--no-such-option")  # somebody else's business
+@pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="devices are torch's")
+def test_a_complete_report(daemon: Any) -> None:
     command = [sys.executable, "-m", "kvcache_server", "doctor", "--json", "--endpoint", daemon.endpoint]
     done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
     sections = json.loads(done.stdout)["sections"]
-    assert list(sections) == ["host", "software", "endpoint", "devices", "conformance"]
+    assert list(sections) == ["host", "software", "endpoint", "devices"]
     found = {finding["name"]: finding for section in sections.values() for finding in section}
     failed = [finding for finding in found.values() if finding["verdict"] == "failed"]
     assert done.returncode == 0, (failed, done.stderr)
-    for name in ("daemon", "mapping", "cpu self-test", "cpu suite", "common suite"):
+    for name in ("daemon", "mapping", "cpu self-test"):
         assert found[name]["verdict"] == "ok"
-    assert found["cpu suite"]["values"]["passed"] >= 60
-    assert found["cpu suite"]["values"]["failed"] == 0
-    assert "cuda suite" in found
+    assert {"cpu copies", "cuda", "npu"} <= found.keys()
