@@ -6,7 +6,7 @@ handshake. A field is never removed or moved; a new one goes last and has a defa
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 
@@ -491,8 +491,10 @@ class Pong(msgspec.Struct, tag="pong", array_like=True):
 
 
 class Report(msgspec.Struct, tag="report", array_like=True):
+    """`stats` is a map of the figures in `status`; keys may be added."""
+
     id: int
-    stats: dict[str, Any]
+    stats: msgspec.Raw
 
 
 class Cleared(msgspec.Struct, tag="cleared", array_like=True):
@@ -515,10 +517,10 @@ class Fenced(msgspec.Struct, tag="fenced", array_like=True):
 
 
 class Explained(msgspec.Struct, tag="explained", array_like=True):
-    """For people and programs. Keys may be added, and are never removed."""
+    """`answer` is a map. Keys may be added, and are never removed."""
 
     id: int
-    answer: dict[str, Any]
+    answer: msgspec.Raw
 
 
 class Seen(msgspec.Struct, array_like=True):

@@ -358,7 +358,7 @@ def test_what_lies_above_new_blocks_is_written_with_them() -> None:
     assert jobs is not None
     first = [name for each in jobs.writes for name in each.hashes]
     assert first and first == hashes(chain("n", 10))[: len(first)]
-    assert host.tiering.report()[0]["to_write_blocks"] == 10
+    assert host.tiering.report()[0].to_write_blocks == 10
 
 
 @pytest.mark.parametrize(
@@ -438,8 +438,8 @@ def test_a_tier_that_refuses_writes_gets_them_later_and_looks_at_once() -> None:
     host.look_up()
     assert host.tiering.jobs(tier, 3, host.now) is None
     (figures,) = host.tiering.report()
-    assert (figures["off"], figures["writes_off"], figures["removals_off"]) == ("", "no right", "nor that")
+    assert (figures.off, figures.writes_off, figures.removals_off) == ("", "no right", "nor that")
     host.work("disk")
     assert host.jobs("disk").writes
     (figures,) = host.tiering.report()
-    assert (figures["writes_off"], figures["removals_off"]) == ("", "")
+    assert (figures.writes_off, figures.removals_off) == ("", "")

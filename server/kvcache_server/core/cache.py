@@ -16,6 +16,7 @@ from kvcache_proto import messages as m
 from kvcache_proto.errors import ClientError, NotPermitted, Unavailable
 from kvcache_proto.region import RegionRows
 from kvcache_proto.types import PoolGeometry
+from kvcache_server import status
 from kvcache_server.core.checksums import Checksums
 from kvcache_server.core.effects import Actor, Effects, SessionGone
 from kvcache_server.core.eviction.policy import WORTH, Eviction
@@ -165,8 +166,14 @@ class Cache:
         return self.eviction.ranking.by_age
 
     @property
-    def evicted_blocks(self) -> int:
-        return self.eviction.evictions.total()
+    def evictions(self) -> Counter[str]:
+        """The evicted blocks by cause."""
+        return self.eviction.evictions
+
+    @property
+    def evicted_unread(self) -> int:
+        """The evicted blocks that no lookup had found."""
+        return self.eviction.evicted_unread
 
     @property
     def away(self) -> Mapping[int, Engine]:
@@ -200,29 +207,28 @@ class Cache:
         numbers = ((start + each) % len(accounts) for each in range(len(accounts)))
         return ((at, leaf) for at in numbers for order in accounts[at].orders for leaf in order.next_ones(most))
 
-    def survey(self) -> dict[str, Any]:
+    def survey(self) -> status.Pool:
         """Return the sizes of the pool, and its bytes by state."""
         survey, quarantined = self.pool.survey(), self.pool.quarantine.bytes
-        return {
-            "region_id": self.geometry.region_id.hex(),
-            "bytes": self.capacity,
-            "used_bytes": self.used,
-            "pages": self.geometry.pages,
-            "page_bytes": self.geometry.page_bytes,
-            "blocks_quarantined": len(self.pool.quarantine),
-            # These four add up to the whole pool.
-            "ready_bytes": survey.used - survey.busy,
-            "writing_bytes": survey.busy - quarantined,
-            "quarantined_bytes": quarantined,
-            "free_bytes": survey.free,
-            "free_runs": len(self.pool.free.runs()),
-        }
+        return status.Pool(
+            region_id=self.geometry.region_id.hex(),
+            bytes=self.capacity,
+            used_bytes=self.used,
+            pages=self.geometry.pages,
+            page_bytes=self.geometry.page_bytes,
+            blocks_quarantined=len(self.pool.quarantine),
+            ready_bytes=survey.used - survey.busy,
+            writing_bytes=survey.busy - quarantined,
+            quarantined_bytes=quarantined,
+            free_bytes=survey.free,
+            free_runs=len(self.pool.free.runs()),
+        )
 
-    def evicted(self) -> dict[str, Any]:
-        """Return the figures of eviction."""
+    def eviction_figures(self) -> status.Eviction:
+        """Return the order of eviction, and hits and evictions by class."""
         return self.eviction.figures()
 
-    def retained(self, now: float) -> dict[str, Any]:
+    def retained(self, now: float) -> status.Hints:
         """Return the figures of retentions by engines and pins by operators. O(retentions): a few milliseconds."""
         return self.retentions.figures(now)
 
