@@ -277,7 +277,7 @@ class Stats(msgspec.Struct, tag="stats", array_like=True):
 
 
 class Clear(msgspec.Struct, tag="clear", array_like=True):
-    """Forget every READY, unleased block of one namespace, or of all if `namespace` is empty."""
+    """Forget every visible block of the namespace with that id, or of all if `namespace` is empty."""
 
     id: int
     token: bytes
@@ -410,7 +410,7 @@ class Acquired(msgspec.Struct, tag="acquired", array_like=True):
 
 
 class Reserved(msgspec.Struct, tag="reserved", array_like=True):
-    """`answers` has one Refusal per hash, run after run; `slots` has the references of the granted blocks, in order.
+    """`answers` has a byte per hash, a Refusal, run after run; `slots` refers to the granted blocks, in order.
 
     `reservation` is 0 if nothing was granted.
     """
@@ -422,7 +422,7 @@ class Reserved(msgspec.Struct, tag="reserved", array_like=True):
 
 
 class Settled(msgspec.Struct, tag="settled", array_like=True):
-    """One Verdict per settled block, in the order of the positions."""
+    """`verdicts` has a byte per settled block, a Verdict, in the order of the positions."""
 
     id: int
     verdicts: bytes
