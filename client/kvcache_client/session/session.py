@@ -195,7 +195,7 @@ class Session:
         return stats
 
     def clear(self, namespace: str = "") -> int:
-        """Forget every READY, unleased block of the namespace with this id, or of all, and return their number."""
+        """Forget every visible block of the namespace with this id, or of all, and return their number."""
         return self.daemon.ask(m.Clear(0, b"", namespace), m.Cleared).blocks
 
     # For tiers.
