@@ -410,7 +410,7 @@ class Acquired(msgspec.Struct, tag="acquired", array_like=True):
 
 
 class Reserved(msgspec.Struct, tag="reserved", array_like=True):
-    """`answers` has a byte per hash, a Refusal, run after run; `slots` refers to the granted blocks, in order.
+    """`answers` has one Refusal per hash, run after run; `slots` has the references of the granted blocks, in order.
 
     `reservation` is 0 if nothing was granted.
     """
@@ -422,7 +422,7 @@ class Reserved(msgspec.Struct, tag="reserved", array_like=True):
 
 
 class Settled(msgspec.Struct, tag="settled", array_like=True):
-    """`verdicts` has a byte per settled block, a Verdict, in the order of the positions."""
+    """One Verdict per settled block, in the order of the positions."""
 
     id: int
     verdicts: bytes
