@@ -335,7 +335,7 @@ def test_new_blocks_are_written_if_most_blocks_return_or_all_are_to_be(
     host.tiering.begin(host.tiers["disk"], work, host.now)
     host.tiering.jobs(host.tiers["disk"], 1, host.now)
     engine = Stores(host, "other")
-    host.cache.learner.worths.returning = returning
+    host.cache.eviction.learner.worths.returning = returning
     engine.store(["first"])
     (account,) = (each for each in host.cache.eviction.fair_share.accounts if each.engine == "other")
     account.share.factor = factor
@@ -352,7 +352,7 @@ def test_what_lies_above_new_blocks_is_written_with_them() -> None:
     engine = Stores(host, "other")
     engine.store(chain("n", 5))
     assert host.tiering.jobs(host.tiers["disk"], 1, host.now) is None
-    host.cache.learner.worths.returning = 0.6
+    host.cache.eviction.learner.worths.returning = 0.6
     engine.store(chain("n", 10))
     jobs = host.tiering.jobs(host.tiers["disk"], 1, host.now)
     assert jobs is not None
@@ -381,7 +381,7 @@ def test_the_pool_stores_what_a_tier_gets(
     tier = host.cache.open_session("tier disk", "", host.now)
     host.tiering.begin(tier, m.Work(1, b"", "disk", 1 << 20, writes=writes), host.now)
     (account,) = host.cache.eviction.fair_share.accounts
-    account.share.factor, host.cache.learner.worths.returning = factor, returning
+    account.share.factor, host.cache.eviction.learner.worths.returning = factor, returning
     host.tiering._tiers[tier].writes.waiting = waiting
     tiers = host.cache.eviction.tiers
     assert tiers is not None and tiers.will_store(account, cls) is stored
@@ -391,7 +391,7 @@ def test_blocks_of_little_worth_are_stored_for_a_tier() -> None:
     host = Host()
     reader, stream = Engine(host.cache, "reader"), Engine(host.cache, "stream")
     (account,) = (each for each in host.cache.eviction.fair_share.accounts if each.engine == "stream")
-    account.share.factor, host.cache.eviction.guard.by_age = FACTOR_ONE_OFF / 2, True
+    account.share.factor, host.cache.eviction.learner.guard.by_age = FACTOR_ONE_OFF / 2, True
     tier = host.tiers["disk"] = host.cache.open_session("tier disk", "", host.now)
     new = count()
 

@@ -81,14 +81,11 @@ class Cache:
         draw = keyed_draw(secret)
         self.lots = Lots(draw)
         self.eviction = Eviction(self.pool, limits, self.counters, self.effects, self.sweeper, draw, self.lots, policy)
-        self.learner = self.eviction.learner
         self.registry = Registry(self.pool, self.eviction, limits, self.counters, self.effects, self.sweeper)
-        # Shorthands.
-        self.namespaces, self.engines = self.registry.namespaces, self.registry.engines
-        self.sessions = self.registry.sessions
-        self.lookups = Lookups(self.pool, self.learner, limits, self.counters, self.refusals)
+        self.namespaces, self.sessions = self.registry.namespaces, self.registry.sessions
+        self.lookups = Lookups(self.pool, self.eviction.learner, limits, self.counters, self.refusals)
         self.reservations = Reservations(
-            *(self.pool, self.eviction, self.engines, limits),
+            *(self.pool, self.eviction, self.registry.engines, limits),
             *(self.counters, self.refusals, self.effects, self.sweeper),
         )
         self.lookups.last = self.reservations.last = epoch << EPOCH_SHIFT
@@ -176,6 +173,11 @@ class Cache:
         return self.eviction.evicted_unread
 
     @property
+    def engines(self) -> Mapping[str, Engine]:
+        """The engines by name."""
+        return self.registry.engines
+
+    @property
     def away(self) -> Mapping[int, Engine]:
         """The engines of sessions whose door has closed and whose process may live, by session."""
         return self.registry.disconnected
@@ -198,7 +200,7 @@ class Cache:
 
     def is_likely_to_return(self, account: Account) -> bool:
         """Whether most blocks of the account that were requested once will be requested again."""
-        return likely(self.learner.worths, account.share)
+        return likely(self.eviction.learner.worths, account.share)
 
     def next_to_go(self, start: int, most: int) -> Iterator[tuple[int, Block]]:
         """Iterate over about `most` leaves of each order that will be evicted soon, with the number of their account:
@@ -274,7 +276,7 @@ class Cache:
         Raises a ClientError if something is wrong with the request; then the state is unchanged.
         """
         reply = self.answer(session, request, now)
-        self.learner.learn()
+        self.eviction.learner.learn()
         return reply
 
     def answer(self, session: int, request: m.Request, now: float) -> m.Reply | None:
@@ -358,7 +360,7 @@ class Cache:
         """Free slots whose quarantine is over, and account for released leases. Call it a few times per second."""
         self._begin_turn(now)
         self.effects.actor = Actor(now)
-        self.learner.learn()
+        self.eviction.learner.learn()
         self.registry.tick(now)
         if self.eviction.frozen and (not self.registry.not_restated or now >= self._grace_until):
             self.eviction.frozen = False

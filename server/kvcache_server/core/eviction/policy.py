@@ -67,7 +67,6 @@ class Eviction:
         self._sweeper = sweeper
         self._useless: list[tuple[Block, str]] = []  # blocks to continue with, and the cause of the eviction
         self.learner = Learner(pool, draw, lots, policy != LRU)
-        self.guard = self.learner.guard
         self.fair_share = FairShare(pool.capacity, limits.namespace_floor)
         self.ranking = Ranking(pool, self.fair_share, self.learner)
         self.evictions: Counter[str] = Counter()  # blocks by cause
@@ -105,8 +104,8 @@ class Eviction:
         """Return the order of eviction, and hits and evictions by class."""
         self.learner.learn()
         return status.Eviction(
-            by_age=self.guard.by_age,
-            switches=self.guard.switches,
+            by_age=self.learner.guard.by_age,
+            switches=self.learner.guard.switches,
             declined_blocks=self.declined,
             hit_blocks_by_class=status.ByClass(*self.learner.hits_by_class),
             evicted_blocks_by_class=status.ByClass(*self.evicted_by_class),
