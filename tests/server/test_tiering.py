@@ -20,6 +20,7 @@ from kvcache_server.core.effects import SessionGone
 from kvcache_server.core.eviction.worth import FACTOR_ONE_OFF
 from kvcache_server.core.index import Group
 from kvcache_server.core.limits import LOOK
+from kvcache_server.explanation import TierRun
 from kvcache_server.tiering.fetches import MOST_COMING
 from kvcache_server.tiering.looks import MOST_LOOKS, Looking
 from kvcache_server.tiering.tier import Tier
@@ -158,10 +159,10 @@ class Host:
         return lambda: [facts for each in said for facts in each.told(now)]
 
 
-def told(*cause: Any, **facts: Any) -> dict[str, Any]:
+def told(*cause: Any, **facts: Any) -> TierRun:
     tier, which, first, last = cause
     assert which in TIERS
-    return {"tier": tier, "cause": which, "first": first, "last": last, **facts}
+    return TierRun(tier, which, first, last, **facts)
 
 
 def test_a_tier_that_has_not_answered_and_one_that_has_nothing() -> None:
