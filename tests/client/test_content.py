@@ -9,8 +9,8 @@ import pytest
 
 from kvcache_client.engines.vllm.contents import Contents
 from kvcache_client.engines.vllm.views import request_view
-from kvcache_client.scheduler.content import ContentHashes, plain
 from kvcache_client.scheduler.groups import FullAttention
+from kvcache_client.scheduler.views import ContentHashes, plain
 
 HASHES = [bytes([at]) * 32 for at in range(20)]
 

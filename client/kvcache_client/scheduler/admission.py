@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from kvcache_client.scheduler.cache import Counts
-from kvcache_client.scheduler.request_state import RequestState
+from kvcache_client.scheduler.requests import RequestState
 
 WAIT: tuple[None, bool] = (None, False)
 

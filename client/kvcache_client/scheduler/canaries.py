@@ -12,7 +12,7 @@ import random
 
 from kvcache_client.scheduler.cache import CacheLease
 from kvcache_client.scheduler.groups import FullAttention
-from kvcache_client.scheduler.request_state import Canary, RequestState
+from kvcache_client.scheduler.requests import Canary, RequestState
 from kvcache_client.step_plan import CheckJob, pick_refs
 
 BLOCKS = 4  # of one request that are compared, at most

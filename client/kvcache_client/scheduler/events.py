@@ -8,23 +8,19 @@ Nothing is reported as stored that cannot be reported as removed later.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby, islice
 from typing import Any
 
-from kvcache_client.scheduler.content import plain
 from kvcache_client.scheduler.groups import FullAttention
-from kvcache_client.scheduler.views import RequestView
+from kvcache_client.scheduler.views import Describe, RequestView, plain
 from kvcache_client.step_plan import RankVerdicts
 from kvcache_proto.types import Verdict
 
 REMEMBERED = 1 << 19  # cached blocks; beyond that the oldest are reported as removed, though they may still be cached
 SHIPPED = 1 << 16  # blocks that are being saved; beyond that the oldest ones' answers count as lost
 WAITING = 1 << 15  # blocks whose parent is not visible; beyond that a lookup may report them later
-
-# Returns an event's fields for a request, and its fields for the request's blocks between two tokens, in order.
-Describe = Callable[[RequestView, int, int], tuple[Any, list[Any]]]
 
 
 @dataclass(slots=True)

@@ -13,53 +13,10 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from kvcache_client.scheduler.views import BlockTables, RequestView
+from kvcache_client.scheduler.views import BlockTables, Group, RequestView
 from kvcache_client.settings import CHECKPOINT_TOKENS, CHECKPOINT_TOKENS_ALONE
 from kvcache_client.step_plan import LoadJob
 from kvcache_proto.types import FULL, MAX_HASHES, REF_BYTES, GroupSpec
-
-
-class Table(NamedTuple):
-    """A KV cache group of the engine, in the slots of a cached group.
-
-    Attributes:
-        number: its position among the engine's groups.
-        block_tokens: tokens per block of the group.
-        blocks: how many of the group's blocks a slot contains: the last ones of the slot's tokens.
-    """
-
-    number: int
-    block_tokens: int
-    blocks: int
-
-
-class Group(NamedTuple):
-    """A cached group: the engine's groups whose blocks are in its slots, one after another.
-
-    Attributes:
-        reach, period: as in GroupSpec; 0 for full attention.
-        kept: how many tokens before the next one the engine keeps, for a window; otherwise 0.
-        chunk: tokens per chunk, for chunked attention; otherwise 0.
-        is_state: whether a slot contains a state.
-    """
-
-    tables: tuple[Table, ...]
-    reach: int = 0
-    period: int = 0
-    kept: int = 0
-    chunk: int = 0
-    is_state: bool = False
-
-    @property
-    def columns(self) -> int:
-        """Return the number of the engine's blocks in a slot."""
-        return sum(table.blocks for table in self.tables)
-
-    def first_kept(self, computed: int) -> int:
-        """Return the first token whose blocks the engine has kept when it has computed `computed` tokens."""
-        if self.chunk:
-            return computed // self.chunk * self.chunk
-        return max(0, computed - self.kept) if self.reach else 0
 
 
 class Found(NamedTuple):
@@ -115,6 +72,10 @@ class FullAttention:
     def keys(self, hashes: Sequence[bytes]) -> Sequence[bytes]:
         """Return the hashes of the cached blocks: the chained hash of the last engine block covers those before it."""
         return hashes if self.blocks_per_slot == 1 else hashes[self.blocks_per_slot - 1 :: self.blocks_per_slot]
+
+    def prompt_keys(self, request: RequestView) -> Sequence[bytes]:
+        """Return the hashes of the cached blocks that the prompt fills."""
+        return self.keys(request.hashes)[: request.prompt_tokens // self.slot_tokens]
 
     def loadable(self, request: RequestView) -> int:
         """Return how many cached blocks the request may load: at least one token is left to compute, and the number of

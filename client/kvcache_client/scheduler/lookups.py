@@ -11,7 +11,7 @@ from kvcache_client.scheduler.cache import CacheNamespace, Counts
 from kvcache_client.scheduler.events import EngineEvents
 from kvcache_client.scheduler.groups import FullAttention
 from kvcache_client.scheduler.notes import Notes
-from kvcache_client.scheduler.request_state import LookupResult, RequestState
+from kvcache_client.scheduler.requests import LookupResult, RequestState
 from kvcache_client.session.checksums import pick_sums
 from kvcache_proto.errors import KVCacheError
 
@@ -92,7 +92,7 @@ class Lookups:
             if self._stalled:
                 for name in keys[: lease.hits if lease.pending else lease.hits + 1]:  # the writer moved on, or is gone
                     self._stalled.pop(name, None)
-            if not state.blocks:  # else it was preempted, and leaves the chain that it has saved itself
+            if not state.tables[0]:  # else it was preempted, and leaves the chain that it has saved itself
                 state.progress.junction = lease.junction
             if self._events is not None and not lease.withheld:
                 # With tails, the blocks after the hits may be cached: they can be loaded from another boundary on.

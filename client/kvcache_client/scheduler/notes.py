@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from kvcache_client.scheduler.cache import CacheNamespace, Counts
-from kvcache_client.scheduler.request_state import RequestState
+from kvcache_client.scheduler.requests import RequestState
 from kvcache_proto.messages import Note
 from kvcache_proto.types import MAX_NAME
 

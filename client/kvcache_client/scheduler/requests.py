@@ -1,22 +1,152 @@
-"""The requests of one engine, and their device blocks. Pure."""
+"""The requests of one engine on the scheduler's side: their states, and their device blocks. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
-from kvcache_client.scheduler.request_state import RequestState, follow_blocks
+from kvcache_client.scheduler.cache import CacheLease
 from kvcache_client.scheduler.views import RequestView, StepView
+
+PAUSE, LONGEST_PAUSE = 1.0, 30.0  # seconds without saves of a chain that was refused; doubled each time
+
+
+@dataclass(slots=True)
+class LookupResult:
+    """The daemon's answer to a lookup.
+
+    Attributes:
+        wanted: number of cached blocks requested.
+        hits: number of cached blocks that may be loaded.
+        at: when it was requested.
+        had: cached blocks whose tails were not requested.
+        offered: the step in which this was last offered to the engine.
+        sums: checksums of the blocks that are to be verified.
+        awaited: hash of the first cached block after the hits, if it is being written.
+    """
+
+    lease: CacheLease
+    wanted: int
+    hits: int
+    at: float
+    offered: int = 0
+    sums: bytes = b""
+    had: int = 0
+    awaited: bytes = b""
+
+
+@dataclass(slots=True)
+class Canary:
+    """Blocks of one request that are cached and that the engine computes anyway.
+
+    `hits` slots are in `packed`; those before `first` came from the engine's own prefix cache at its last query.
+    """
+
+    region: bytes
+    packed: bytes
+    hits: int
+    first: int
+
+
+@dataclass(slots=True)
+class Waits:
+    """The waits of a request before it is scheduled, past ones included. If a field is a time, 0 is none.
+
+    Attributes:
+        put_off: whether the request waited after its last lookup, for blocks on their way or withheld ones.
+        pending_until: until when it waits for blocks that are being written; it does so once.
+        pending: the first of these, and how many seconds a request may wait for it after a vain wait.
+        tier_asked: when it first waited for a tier.
+        tier_until: no lookup before; a tier loads its blocks, or is looked up.
+        loads_to_end: no lookup before this many loads of the engine have ended: they hold its pin quota.
+        quota_until: until when it waits for these loads at most.
+        followed: the request whose load brings the blocks that this one would load; "" for none.
+        followed_at: the number of device blocks that the engine had itself when this one began to follow that load.
+        follows_until: until when it follows loads, all of them together.
+    """
+
+    put_off: bool = False
+    pending_until: float = 0.0
+    pending: tuple[bytes, float] = b"", 0.0
+    tier_asked: float = 0.0
+    tier_until: float = 0.0
+    loads_to_end: int = 0
+    quota_until: float = 0.0
+    followed: str = ""
+    followed_at: int = 0
+    follows_until: float = 0.0
+
+
+@dataclass(slots=True)
+class SaveProgress:
+    """The progress of a request's saves.
+
+    Attributes:
+        saved: cached blocks from the root on that the daemon has, or was asked to save.
+        retry_at: no saves before this time; 0 for none.
+        pause: seconds until then if it is refused once more.
+        junction: cached blocks after which other requests could continue if the windows there were saved.
+        limit: cached blocks from the root on that may be saved; None: all.
+        limited_by: the reason of the limit.
+    """
+
+    saved: int = 0
+    retry_at: float = 0.0
+    pause: float = PAUSE
+    junction: int = 0
+    limit: int | None = None
+    limited_by: str = "drop"
+
+    def refuse(self, saved: int, why: str, now: float) -> None:
+        """Save nothing of this chain for a while, then go on at `saved`, or from the root if a parent is gone."""
+        paused = self.retry_at > now
+        self.saved = 0 if why == "no_parent" and not paused else min(self.saved, saved)
+        if not paused:
+            self.retry_at = now + self.pause
+            self.pause = min(self.pause * 2, LONGEST_PAUSE)
+
+
+@dataclass(slots=True)
+class RequestState:
+    """A request and its chain."""
+
+    request: RequestView  # as of the last call about it
+    tables: list[list[int]] = field(default_factory=lambda: [[]])  # device blocks, by group of the engine
+    logged: bool = False  # whether its log line was written
+    noted: str = ""  # the last cause that was noted for the daemon
+    barred: bool = False  # it has KV from other weights
+
+    # Lookups and loads.
+    lookup: LookupResult | None = None
+    start: int = 0  # device blocks that the engine had itself at its last query
+    waits: Waits = field(default_factory=Waits)
+    admitted: bool | None = None  # whether the gate lets its hits be loaded; None: not decided yet
+    loading: bool = False
+    load_failed: bool = False
+
+    # Saves.
+    progress: SaveProgress = field(default_factory=SaveProgress)
+    counted: bool = False  # whether it was counted among the requests that ask for its blocks
+    retained: bool = False  # whether the daemon was asked to retain its prompt
+
+    # Canaries.
+    drawn: bool = False  # whether it was counted for the choice of canaries
+    canary: Canary | None = None
+
+    @property
+    def id(self) -> str:
+        return self.request.id
 
 
 class Requests:
-    """The requests that have not finished, by id, and the finished ones that the ranks do not know of yet."""
+    """The requests that have not finished, by id. `finished` are those that have, and that the ranks do not know of."""
 
     def __init__(self, table_tokens: Sequence[int]) -> None:
         """`table_tokens` are the tokens per block of each of the engine's groups."""
-        self._table_tokens, *self._other_tokens = table_tokens
+        self._table_tokens = table_tokens
         self._states: dict[str, RequestState] = {}
         self.get = self._states.get  # called for each request in each step
-        self._finished: list[str] = []
+        self.finished: list[str] = []
         self._allocated: list[RequestState] = []  # those that received device blocks since the last step
 
     def __len__(self) -> int:
@@ -44,7 +174,7 @@ class Requests:
 
     def follow(self, step: StepView) -> list[int]:
         """Follow the block tables; return the device blocks that get other contents before or in `step`."""
-        given = follow_blocks(self._states, step, self._table_tokens, self._other_tokens)
+        given = follow_blocks(self._states, step, self._table_tokens)
         if self._allocated:
             # If one of these is not in the step, another connector loads into its blocks.
             computed = {*step.scheduled}
@@ -57,17 +187,32 @@ class Requests:
         """Forget a request that has finished; return its state, None if it is unknown."""
         state = self._states.pop(request_id, None)
         if state is not None:
-            self._finished.append(request_id)
+            self.finished.append(request_id)
         return state
-
-    @property
-    def has_finished(self) -> bool:
-        """Whether there are finished requests that the ranks do not know of yet."""
-        return bool(self._finished)
 
     def take_finished(self, waiting: Collection[str]) -> list[str]:
         """Return the finished requests to report to the ranks now: all but the `waiting` ones, which may have more
         saves."""
-        ready = [request_id for request_id in self._finished if request_id not in waiting]
-        self._finished = [request_id for request_id in self._finished if request_id in waiting]
+        ready = [request_id for request_id in self.finished if request_id not in waiting]
+        self.finished = [request_id for request_id in self.finished if request_id in waiting]
         return ready
+
+
+def follow_blocks(requests: Mapping[str, RequestState], step: StepView, table_tokens: Sequence[int]) -> list[int]:
+    """Follow the block tables of `requests`; return the device blocks that `step` gives to any request."""
+    given: list[int] = []
+    for new in step.started:
+        for table, tokens in zip(new.blocks, table_tokens, strict=False):
+            given.extend(table[new.computed // tokens :])
+        if (state := requests.get(new.request)) is not None:
+            state.tables = [list(table) for table in new.blocks]
+    for request_id, added in zip(step.running, step.added, strict=True):
+        if not added:
+            continue
+        state = requests.get(request_id)
+        for number, blocks in enumerate(added):
+            if blocks:
+                given.extend(blocks)
+                if state is not None:
+                    state.tables[number].extend(blocks)
+    return given

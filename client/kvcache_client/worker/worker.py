@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from kvcache_client.devices import CopyError, Device, open_device
@@ -19,7 +18,7 @@ from kvcache_client.devices.several import SeveralLayouts
 from kvcache_client.session.namespace import Namespace
 from kvcache_client.session.session import Session
 from kvcache_client.settings import ConnectorSettings
-from kvcache_client.step_plan import RankVerdicts, StepPlan
+from kvcache_client.step_plan import Report, StepPlan
 from kvcache_client.worker.canary_checks import CanaryChecks
 from kvcache_client.worker.facts import RankFacts
 from kvcache_client.worker.kv_layout import KVLayout, flatten
@@ -37,41 +36,6 @@ DRAIN_SECONDS = 60.0  # between two log lines about copies that do not end
 LINGER_SECONDS = 0.001  # that a step without work waits for a load that is about to end
 _JOINING = "it has not joined the namespace yet"
 _LATE = "the executor bypasses Worker.execute_model, so that blocks may be overwritten before they are saved"
-
-
-@dataclass
-class Report:
-    """What ranks report to the scheduler's side, each item once.
-
-    Attributes:
-        verdicts: the daemon's verdicts on settlements, if events are wanted.
-        declined: by rank, the reason that it takes no part in the cache, "" if it takes part again.
-        given_away: the saves, by reservation and first position, that were cancelled.
-        carried: by rank, the seconds that a thread takes to carry one block of the engine, 0 if copies need no thread.
-        arrived: the requests of layered loads that have ended on a rank, and the seconds that their copies took.
-        ready: by rank, whether the engine announces its layers to it.
-    """
-
-    verdicts: list[RankVerdicts] = field(default_factory=list)
-    declined: dict[int, str] = field(default_factory=dict)
-    given_away: list[tuple[int, int]] = field(default_factory=list)
-    carried: dict[int, float] = field(default_factory=dict)
-    arrived: list[tuple[str, float]] = field(default_factory=list)
-    ready: dict[int, bool] = field(default_factory=dict)
-
-    def __bool__(self) -> bool:
-        return bool(self.verdicts or self.declined or self.given_away or self.carried or self.arrived or self.ready)
-
-    def merged(self, other: Report) -> Report:
-        """Return both reports as one."""
-        return Report(
-            self.verdicts + other.verdicts,
-            self.declined | other.declined,
-            self.given_away + other.given_away,
-            self.carried | other.carried,
-            self.arrived + other.arrived,
-            self.ready | other.ready,
-        )
 
 
 class Worker:

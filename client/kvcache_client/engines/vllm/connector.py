@@ -57,16 +57,15 @@ from kvcache_client.engines.vllm.running import (
 from kvcache_client.engines.vllm.stats import CacheMetrics, CacheStats, Feed
 from kvcache_client.engines.vllm.views import request_view, step_view
 from kvcache_client.engines.vllm.wrapped import before_sleep, before_step
-from kvcache_client.scheduler.facts import EngineFacts
-from kvcache_client.scheduler.groups import Table
 from kvcache_client.scheduler.scheduler import Scheduler
+from kvcache_client.scheduler.views import EngineFacts, Table
 from kvcache_client.session.session import Session
 from kvcache_client.settings import ConnectorSettings, blocks_per_slot, parse_settings
-from kvcache_client.step_plan import NOTHING, LoadJob, StepPlan
+from kvcache_client.step_plan import NO_REPORT, NOTHING, LoadJob, Report, StepPlan
 from kvcache_client.worker.facts import RankFacts
 from kvcache_client.worker.places import RankTable
 from kvcache_client.worker.shards import Shards
-from kvcache_client.worker.worker import Report, Worker
+from kvcache_client.worker.worker import Worker
 from kvcache_proto.errors import ConfigError, KVCacheError
 from kvcache_proto.types import TAIL, NamespaceSpec
 
@@ -107,18 +106,12 @@ class RankShare(KVConnectorHandshakeMetadata):
 
 @dataclass
 class RankReport(KVConnectorWorkerMetadata):
-    """The report of ranks, in the wrapper that vLLM sends to the scheduler's side.
+    """The report of ranks, in the wrapper that vLLM sends to the scheduler's side."""
 
-    `timed` are the numbers of timed plans whose step has ended.
-    """
-
-    report: Report = field(default_factory=Report)
-    timed: list[int] = field(default_factory=list)
+    report: Report
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> RankReport:
-        if not isinstance(other, RankReport):
-            return self
-        return RankReport(self.report.merged(other.report), self.timed + other.timed)
+        return RankReport(self.report.merged(other.report)) if isinstance(other, RankReport) else self
 
 
 _EMPTY, _IDLE = StepMetadata(), StepMetadata(idle=True)
@@ -445,7 +438,7 @@ class KVCacheServerConnector(KVConnectorBase_V1, SupportsHMA):
             self._awaited[request.request_id] = list(tables[0][first : first + -(-num_external_tokens // tokens)])
         if self._scheduler is not None:
             view = request_view(request, self._contents)
-            self._scheduler.allocated(view, tables[0], num_external_tokens, tables[1:])
+            self._scheduler.allocated(view, tables, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         plan = self._plan(scheduler_output)
@@ -488,20 +481,7 @@ class KVCacheServerConnector(KVConnectorBase_V1, SupportsHMA):
         if isinstance(copies, CacheStats):  # beside other connectors they are wrapped, and left out of the log
             self._scheduler.copied(copies.data)
         found = connector_output.kv_connector_worker_meta
-        self._scheduler.step_ended(found.timed if isinstance(found, RankReport) else ())
-        if not isinstance(found, RankReport):
-            return
-        report = found.report
-        if report.declined:
-            self._scheduler.ranks_declined(report.declined)
-        self._scheduler.gate.pace.carried(report.carried)
-        if report.given_away:
-            self._scheduler.given_away(report.given_away)
-        self._scheduler.overlap.ranks_ready(report.ready)
-        self._scheduler.arrived(report.arrived)
-        if self._scheduler.events is not None:
-            for verdicts in report.verdicts:
-                self._scheduler.events.settled(verdicts)
+        self._scheduler.reported(found.report if isinstance(found, RankReport) else NO_REPORT)
 
     @guard(lambda *_: ())
     def take_events(self) -> Iterable[Any]:
@@ -629,9 +609,10 @@ class KVCacheServerConnector(KVConnectorBase_V1, SupportsHMA):
             last = Report(declined={self._rank: fault} if fault else {}, arrived=over)
             return RankReport(last) if last else None
         report, metadata = self._worker.take_report(), self._connector_metadata
-        timed = [metadata.plan.number] if isinstance(metadata, StepMetadata) and metadata.plan.timed else []
+        if isinstance(metadata, StepMetadata) and metadata.plan.timed:
+            report.timed.append(metadata.plan.number)
         self._coming.difference_update(request for request, _ in report.arrived)
-        return RankReport(report, timed) if timed or report else None
+        return RankReport(report) if report else None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         blocks, self._not_loaded = self._not_loaded, set()

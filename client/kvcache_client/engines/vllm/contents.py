@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
-from kvcache_client.scheduler.content import ContentHashes
+from kvcache_client.scheduler.views import ContentHashes
 
 
 class Digests(Protocol):

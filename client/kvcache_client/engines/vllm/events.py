@@ -11,8 +11,7 @@ from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, get_kv_cache_spec
 
 from kvcache_client.engines.vllm import compat
 from kvcache_client.scheduler.events import Removed, Stored
-from kvcache_client.scheduler.groups import Table
-from kvcache_client.scheduler.views import RequestView
+from kvcache_client.scheduler.views import RequestView, Table
 
 
 class HostEvents:

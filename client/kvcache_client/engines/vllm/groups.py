@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from kvcache_client.engines.vllm import compat
-from kvcache_client.scheduler.groups import Group, Table
+from kvcache_client.scheduler.views import Group, Table
 from kvcache_proto.errors import ConfigError
 from kvcache_proto.types import FULL, MAX_GROUPS, MAX_REACH, TAIL, GroupSpec
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from kvcache_client.engines.vllm.contents import Contents
-from kvcache_client.scheduler.hint import Hint, parse_hint
-from kvcache_client.scheduler.views import IDLE, NewTable, RequestView, StepView
+from kvcache_client.scheduler.views import IDLE, Hint, NewTable, RequestView, StepView, parse_hint
 from kvcache_proto.errors import BadArgument
 
 HINT = "kvcache"  # the key of our hints in a request's `kv_transfer_params`
