@@ -16,8 +16,7 @@ from kvcache_client.scheduler.scheduler import Scheduler
 from kvcache_client.scheduler.views import EngineFacts
 from kvcache_client.settings import ConnectorSettings
 from kvcache_client.step_plan import StepPlan
-from kvcache_client.worker.facts import RankFacts
-from kvcache_client.worker.shards import Shards
+from kvcache_client.worker.places import RankFacts, Shards
 from kvcache_client.worker.worker import Worker
 
 torch = pytest.importorskip("torch")

@@ -13,8 +13,7 @@ from kvcache_client import GroupSpec, NamespaceSpec, Session
 from kvcache_client.scheduler.saves import FIRST_RETRY, INSIST, LAST_RETRY, _Refusals
 from kvcache_client.settings import ConnectorSettings
 from kvcache_client.step_plan import Report
-from kvcache_client.worker.facts import RankFacts
-from kvcache_client.worker.shards import Shards
+from kvcache_client.worker.places import RankFacts, Shards
 from kvcache_client.worker.worker import Worker
 
 torch = pytest.importorskip("torch")

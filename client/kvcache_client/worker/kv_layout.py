@@ -7,9 +7,7 @@ from typing import Any
 
 from kvcache_client.devices.layout import Fragment, Tensor, block_fragments, layer_ends, part_fragments
 from kvcache_client.session.region import Placed, Region
-from kvcache_client.worker.facts import RankFacts
-from kvcache_client.worker.places import WHOLE, Places
-from kvcache_client.worker.shards import Shards
+from kvcache_client.worker.places import WHOLE, Places, RankFacts, Shards
 from kvcache_proto.types import REF_BYTES, NamespaceSpec
 
 

@@ -1,8 +1,9 @@
-"""The places of a rank's device blocks in the slots of a group. Pure."""
+"""How a rank holds blocks: its shards of them, and the places of its device blocks in the slots of a group. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -14,6 +15,25 @@ Numbers = npt.NDArray[np.int64]
 
 
 WHOLE = Parts(1, 1)  # blocks that are not divided
+
+
+class Shards(NamedTuple):
+    """How the ranks of an engine hold a block: `number` shards.
+
+    Each rank holds `parts` consecutive shards, and `replicas` consecutive ranks hold the same ones. A part is a KV
+    head, or else a stripe of the rank's bytes.
+    """
+
+    number: int
+    replicas: int
+    parts: int = 1
+    by_head: bool = False
+
+    def of_rank(self, rank: int) -> tuple[range, tuple[int, ...]]:
+        """Return the shards that `rank` reads, and those of them that it writes: its replicas share the work."""
+        first = rank // self.replicas * self.parts
+        writes = range(rank % self.replicas, self.parts, self.replicas)
+        return range(first, first + self.parts), tuple(first + part for part in writes)
 
 
 class RankTable(NamedTuple):
@@ -28,6 +48,27 @@ class RankTable(NamedTuple):
     layers: tuple[str, ...]
     block_bytes: int
     blocks: int
+
+
+@dataclass(frozen=True)
+class RankFacts:
+    """The properties of a rank that its work depends on.
+
+    Attributes:
+        block_bytes: bytes that the rank stores per block of the engine.
+        blocks_per_slot: blocks of the engine per cached block.
+        experts: whether the model routes tokens to experts.
+        groups: the tables in the slots of each group of the namespace, unless the engine has only one group, of full
+            attention; `block_bytes` are then the bytes for the tokens of a block hash in the first group.
+        joins_later: whether the namespace comes with a plan. Until then, only this rank's shard sizes are right in the
+            given one.
+    """
+
+    block_bytes: int
+    blocks_per_slot: int = 1
+    experts: bool = False
+    groups: Sequence[Sequence[RankTable]] = ()
+    joins_later: bool = False
 
 
 class Piece(NamedTuple):

@@ -19,14 +19,12 @@ from kvcache_client.session.namespace import Namespace
 from kvcache_client.session.session import Session
 from kvcache_client.settings import ConnectorSettings
 from kvcache_client.step_plan import Report, StepPlan
-from kvcache_client.worker.canary_checks import CanaryChecks
-from kvcache_client.worker.facts import RankFacts
 from kvcache_client.worker.kv_layout import KVLayout, flatten
 from kvcache_client.worker.layered import LayeredLoads, section_ends
 from kvcache_client.worker.loads import Loads
+from kvcache_client.worker.places import RankFacts, Shards
 from kvcache_client.worker.rank import Rank
-from kvcache_client.worker.saves import Saves
-from kvcache_client.worker.shards import Shards
+from kvcache_client.worker.saves import CanaryChecks, Saves
 from kvcache_proto.errors import KVCacheError
 from kvcache_proto.types import NamespaceSpec
 

@@ -304,7 +304,7 @@ def test_a_side_fails_while_a_request_loads(loaded: Any, sim: Any, monkeypatch: 
     engine.run()
     assert engine.outputs["r"] == sim.expected(tokens, 2)
     assert engine.workers[0] is None
-    assert engine.runners[0].connector._quiet.wait(10)
+    assert engine.runners[0].connector.rank_side.quiet.wait(10)
     engine.generate(tokens)  # its first step reports that the load is over
 
 

@@ -23,7 +23,7 @@ from kvcache_client.engines.vllm.groups import (
     merged_groups,
     why_not_groups,
 )
-from kvcache_client.worker.shards import Shards
+from kvcache_client.worker.places import Shards
 from kvcache_proto.errors import ConfigError
 from kvcache_proto.types import MAX_NAME, MAX_SHARDS, GroupSpec, NamespaceSpec
 
