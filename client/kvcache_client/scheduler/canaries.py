@@ -71,7 +71,3 @@ class Canaries:
         """Return the comparisons that the ranks make before this step begins."""
         due, self.due = self.due, []
         return due
-
-    def forget(self) -> None:
-        """Drop the comparisons that are to be sent: the weights have changed."""
-        self.due.clear()

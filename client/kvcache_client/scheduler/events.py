@@ -29,10 +29,8 @@ class Stored:
 
     Attributes:
         parent: hash of the engine's block above them; None for a root.
-        hashes: the engine's own hashes of its blocks in them.
-        tokens: the tokens of all these blocks.
-        request: the engine's description of the request that saved or found them.
-        blocks: its descriptions of the blocks, in order.
+        hashes, tokens: the engine's own hashes of its blocks in them, and the tokens of all these blocks.
+        request, blocks: the engine's descriptions of the request that saved or found them, and of the blocks, in order.
     """
 
     parent: bytes | None
@@ -79,10 +77,8 @@ class EngineEvents:
         The last rank of a parent may be another one than that of its child, so the parent's verdict may come later.
         """
         for position, verdict in zip(verdicts.positions, verdicts.verdicts, strict=False):
-            if verdict == Verdict.PARTIAL:
-                continue
-            shipped = self._shipped.pop((verdicts.region, verdicts.reservation, position), None)
-            if shipped is None:
+            place = verdicts.region, verdicts.reservation, position
+            if verdict == Verdict.PARTIAL or (shipped := self._shipped.pop(place, None)) is None:
                 continue
             if verdict == Verdict.VISIBLE and shipped.parent not in self._coming:
                 self._stored(shipped)
@@ -126,7 +122,7 @@ class EngineEvents:
         return pieces
 
     def _forget(self, pieces: Sequence[Stored]) -> None:
-        """Count cached blocks that were being saved as lost."""
+        """Blocks that were being saved are lost."""
         self._coming.difference_update(piece.hashes[-1] for piece in pieces)
 
     def _stored(self, piece: Stored) -> None:

@@ -20,21 +20,13 @@ from kvcache_proto.types import FULL, MAX_HASHES, REF_BYTES, GroupSpec
 
 
 class Found(NamedTuple):
-    """The slots that a lookup has returned and leased.
+    """The slots that a lookup has returned and leased."""
 
-    Attributes:
-        region: id of the region that they are in.
-        packed: their references: those of the first group, then those of each tail.
-        hits: how many cached blocks the lookup has found.
-        had: for how many of these, from the first one on, it has returned no tails.
-        sums: the slots' checksums, in the same order; b"" for none.
-    """
-
-    region: bytes
-    packed: bytes
-    hits: int
-    had: int = 0
-    sums: bytes = b""
+    region: bytes  # id of the region that they are in
+    packed: bytes  # their references: those of the first group, then those of each tail
+    hits: int  # how many cached blocks the lookup has found
+    had: int = 0  # for how many of these, from the first one on, it has returned no tails
+    sums: bytes = b""  # the slots' checksums, in the same order; b"" for none
 
     def part(self, begin: int, end: int) -> tuple[bytes, bytes]:
         """Return the references and the checksums of slots `begin` to `end`."""
@@ -46,28 +38,18 @@ class FullAttention:
     """Full attention and MLA: a block is useful only below all blocks before it.
 
     A prefix is matched from its root on, up to the first miss, and every full block is saved.
-
-    Attributes:
-        block_tokens: tokens per block of the engine.
-        blocks_per_slot: blocks of the engine in a cached block.
-        slot_tokens: tokens of a cached block.
-        align: tokens after which a hit in the engine's own cache may end.
-        has_full: whether blocks are useful only below all blocks before them.
-        tails: the other groups, by number.
-        volatile: looked-up cached blocks at the end that are computed anyway: a drafter's KV in them depends on the
-            token after them.
     """
 
-    has_full = True
-    tails: tuple[int, ...] = ()
+    has_full = True  # whether blocks are useful only below all blocks before them
+    tails: tuple[int, ...] = ()  # the other groups, by number
 
     def __init__(self, block_tokens: int, blocks_per_slot: int, volatile: int = 0, prompt_only: bool = False) -> None:
-        """With `prompt_only`, no generated tokens are saved."""
+        """Of each lookup's blocks, the last `volatile` ones are computed anyway: a drafter's KV in them depends on the
+        token after them. With `prompt_only`, no generated tokens are saved."""
         self.block_tokens, self.blocks_per_slot = block_tokens, blocks_per_slot
-        self.slot_tokens = block_tokens * blocks_per_slot
-        self.align = block_tokens
-        self.prompt_only = prompt_only
-        self.volatile = volatile
+        self.slot_tokens = block_tokens * blocks_per_slot  # tokens of a cached block
+        self.align = block_tokens  # tokens after which a hit in the engine's own cache may end
+        self.prompt_only, self.volatile = prompt_only, volatile
 
     def keys(self, hashes: Sequence[bytes]) -> Sequence[bytes]:
         """Return the hashes of the cached blocks: the chained hash of the last engine block covers those before it."""
@@ -78,32 +60,31 @@ class FullAttention:
         return self.keys(request.hashes)[: request.prompt_tokens // self.slot_tokens]
 
     def loadable(self, request: RequestView) -> int:
-        """Return how many cached blocks the request may load: at least one token is left to compute, and the number of
-        blocks per lookup is bounded."""
-        most = min(max(request.tokens - 1, 0) // self.slot_tokens, len(request.hashes) // self.blocks_per_slot)
-        return min(most, MAX_HASHES - self.volatile)
+        """Return how many cached blocks the request may load."""
+        before_last = max(request.tokens - 1, 0) // self.slot_tokens  # at least one token is left to compute
+        return min(before_last, len(request.hashes) // self.blocks_per_slot, MAX_HASHES - self.volatile)
 
     def usable(self, hits: int) -> int:
         """Return how many of `hits` cached blocks may be loaded."""
         return max(0, hits - self.volatile)
 
     def full(self, request: RequestView, computed: int) -> int:
-        """Return the number of cached blocks that are full, hashed and to be saved once `computed` tokens are computed.
-
-        Only known tokens have hashes, so placeholders of tokens still being sampled do not count, even if `computed`
-        includes them.
-        """
-        full = min(len(request.hashes), computed // self.block_tokens) // self.blocks_per_slot
+        """Return the number of cached blocks that are full and to be saved once `computed` tokens are computed."""
+        full = self._hashed(request, computed)
         return min(full, request.prompt_tokens // self.slot_tokens) if self.prompt_only else full
+
+    def _hashed(self, request: RequestView, computed: int) -> int:
+        # Only known tokens have hashes: placeholders of tokens still being sampled do not count, even if `computed`
+        # includes them.
+        return min(len(request.hashes), computed // self.block_tokens) // self.blocks_per_slot
 
     def unsaved(self, request: RequestView, saved: int, computed: int) -> Sequence[bytes]:
         """Return the hashes of full cached blocks beyond the first `saved`, generated ones included."""
-        full = min(len(request.hashes), computed // self.block_tokens) // self.blocks_per_slot
+        full = self._hashed(request, computed)
         return self.keys(request.hashes)[saved:full] if full > saved else ()
 
     def references(self, keys: Sequence[bytes], hits: int, had: int) -> Sequence[bytes]:
-        """Return the hash of each slot that a lookup of `keys` returns if the engine has the tails of the first
-        `had`."""
+        """Return the hash of each slot that a lookup of `keys` returns; the engine has the tails of the first `had`."""
         return keys[:hits]
 
     def columns(self, number: int) -> int:

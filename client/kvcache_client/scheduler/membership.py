@@ -53,16 +53,7 @@ class CheckpointReading:
 
 
 class Membership:
-    """The membership of one engine.
-
-    Attributes:
-        namespace: the present one.
-        announced: the namespace that the ranks are to join with the next plan; None if they know it.
-        joining: ranks that have not joined it yet, because they cannot before a plan names it.
-        declined: the reason, by rank, of those that take no part in the cache.
-        unsettled: whether it is unknown, after a reset, which weights the engine has.
-        lost: whether the engine could not join a namespace after a reset, and shares nothing any more.
-    """
+    """The membership of one engine in `namespace`."""
 
     def __init__(
         self,
@@ -77,10 +68,12 @@ class Membership:
         self._session, self._on_reset, self._events = session, settings.on_reset, events
         self._ceiling = settings.num_cpu_blocks * sum(group.block_bytes for group in spec.groups)
         self.namespace: CacheNamespace = session.attach(spec, (), self._ceiling)
-        self.announced: NamespaceSpec | None = spec
-        self.unsettled = self.lost = False
-        self.joining, self._joined_by = set(joining), 0.0
-        self.declined: dict[int, str] = {}
+        self.announced: NamespaceSpec | None = spec  # which the ranks are to join with the next plan
+        self.unsettled = False  # whether it is unknown, after a reset, which weights the engine has
+        self.lost = False  # whether it could not join a namespace after a reset, and shares nothing any more
+        self.joining = set(joining)  # ranks that have not joined yet, because they cannot before a plan names it
+        self._joined_by = 0.0
+        self.declined: dict[int, str] = {}  # the reason, by rank, of those that take no part in the cache
         self._read_checkpoint, self._weights_of = checkpoint, spec.identity.get("checkpoint", "")
         self._reading: CheckpointReading | None = None
         self._resets = 0

@@ -13,89 +13,54 @@ PAUSE, LONGEST_PAUSE = 1.0, 30.0  # seconds without saves of a chain that was re
 
 @dataclass(slots=True)
 class LookupResult:
-    """The daemon's answer to a lookup.
-
-    Attributes:
-        wanted: number of cached blocks requested.
-        hits: number of cached blocks that may be loaded.
-        at: when it was requested.
-        had: cached blocks whose tails were not requested.
-        offered: the step in which this was last offered to the engine.
-        sums: checksums of the blocks that are to be verified.
-        awaited: hash of the first cached block after the hits, if it is being written.
-    """
+    """The daemon's answer to a lookup."""
 
     lease: CacheLease
-    wanted: int
-    hits: int
-    at: float
-    offered: int = 0
-    sums: bytes = b""
-    had: int = 0
-    awaited: bytes = b""
+    wanted: int  # number of cached blocks requested
+    hits: int  # number of cached blocks that may be loaded
+    at: float  # when it was requested
+    offered: int = 0  # the step in which this was last offered to the engine
+    sums: bytes = b""  # checksums of the blocks that are to be verified
+    had: int = 0  # cached blocks whose tails were not requested
+    awaited: bytes = b""  # hash of the first cached block after the hits, if it is being written
 
 
 @dataclass(slots=True)
 class Canary:
-    """Blocks of one request that are cached and that the engine computes anyway.
-
-    `hits` slots are in `packed`; those before `first` came from the engine's own prefix cache at its last query.
-    """
+    """Blocks of one request that are cached and that the engine computes anyway."""
 
     region: bytes
     packed: bytes
-    hits: int
-    first: int
+    hits: int  # slots in `packed`
+    first: int  # those before it came from the engine's own prefix cache at its last query
 
 
 @dataclass(slots=True)
 class Waits:
-    """The waits of a request before it is scheduled, past ones included. If a field is a time, 0 is none.
+    """The waits of a request before it is scheduled, past ones included. If a field is a time, 0 is none."""
 
-    Attributes:
-        put_off: whether the request waited after its last lookup, for blocks on their way or withheld ones.
-        pending_until: until when it waits for blocks that are being written; it does so once.
-        pending: the first of these, and how many seconds a request may wait for it after a vain wait.
-        tier_asked: when it first waited for a tier.
-        tier_until: no lookup before; a tier loads its blocks, or is looked up.
-        loads_to_end: no lookup before this many loads of the engine have ended: they hold its pin quota.
-        quota_until: until when it waits for these loads at most.
-        followed: the request whose load brings the blocks that this one would load; "" for none.
-        followed_at: the number of device blocks that the engine had itself when this one began to follow that load.
-        follows_until: until when it follows loads, all of them together.
-    """
-
-    put_off: bool = False
-    pending_until: float = 0.0
-    pending: tuple[bytes, float] = b"", 0.0
-    tier_asked: float = 0.0
-    tier_until: float = 0.0
-    loads_to_end: int = 0
-    quota_until: float = 0.0
-    followed: str = ""
-    followed_at: int = 0
-    follows_until: float = 0.0
+    put_off: bool = False  # whether it waited after its last lookup, for blocks on their way or withheld ones
+    pending_until: float = 0.0  # until when it waits for blocks that are being written; it does so once
+    pending: tuple[bytes, float] = b"", 0.0  # the first of these, and seconds to wait for it after a vain wait
+    tier_asked: float = 0.0  # when it first waited for a tier
+    tier_until: float = 0.0  # no lookup before; a tier loads its blocks, or is looked up
+    loads_to_end: int = 0  # no lookup before this many loads of the engine have ended: they hold its pin quota
+    quota_until: float = 0.0  # until when it waits for these loads at most
+    followed: str = ""  # the request whose load brings the blocks that this one would load
+    followed_at: int = 0  # device blocks that the engine had itself when this one began to follow that load
+    follows_until: float = 0.0  # until when it follows loads, all of them together
 
 
 @dataclass(slots=True)
 class SaveProgress:
-    """The progress of a request's saves.
+    """The progress of a request's saves. Numbers of cached blocks count from the root on."""
 
-    Attributes:
-        saved: cached blocks from the root on that the daemon has, or was asked to save.
-        retry_at: no saves before this time; 0 for none.
-        pause: seconds until then if it is refused once more.
-        junction: cached blocks after which other requests could continue if the windows there were saved.
-        limit: cached blocks from the root on that may be saved; None: all.
-        limited_by: the reason of the limit.
-    """
-
-    saved: int = 0
-    retry_at: float = 0.0
-    pause: float = PAUSE
-    junction: int = 0
-    limit: int | None = None
-    limited_by: str = "drop"
+    saved: int = 0  # cached blocks that the daemon has, or was asked to save
+    retry_at: float = 0.0  # no saves before this time; 0 for none
+    pause: float = PAUSE  # seconds until then if it is refused once more
+    junction: int = 0  # cached blocks after which other requests could continue if the windows there were saved
+    limit: int | None = None  # cached blocks that may be saved; None: all
+    limited_by: str = "drop"  # the reason of the limit
 
     def refuse(self, saved: int, why: str, now: float) -> None:
         """Save nothing of this chain for a while, then go on at `saved`, or from the root if a parent is gone."""

@@ -237,13 +237,15 @@ class Saves:
             while count < len(self._next) and (not count or hashes + self._next[count].whole <= MAX_BLOCKS):
                 hashes += self._next[count].whole
                 count += 1
-            asked, self._next = self._next[:count], self._next[count:]
-            self.waiting.append(_Sent(namespace, asked))
-            self._send(self.waiting[-1], self._clock())
+            sent = _Sent(namespace, self._next[:count])
+            self._next = self._next[count:]
+            self.waiting.append(sent)
+            self._send(sent, self._clock())
 
-    def _send(self, sent: _Sent, now: float) -> None:
+    def _send(self, sent: _Sent, now: float) -> CacheTicket | None:
         if self._refusals.may_send(now):
             sent.ticket = sent.namespace.reserve_runs_later([each.run for each in sent.asked])
+        return sent.ticket
 
     def answers(self, given: list[int], wait: float | None) -> list[SaveJob]:
         """Turn the answers that have come, or come within `wait` seconds, into jobs; with `wait`, cancel the rest.
@@ -334,19 +336,16 @@ class Saves:
     def _answer(self, sent: _Sent, until: float | None) -> CacheReservation | None:
         """Return the answer if it has come, or comes until then; if it is a refusal as a whole, `ticket` is None."""
         now = self._clock()
-        if sent.ticket is None:
-            self._send(sent, now)
-        if sent.ticket is None:
+        ticket = sent.ticket or self._send(sent, now)
+        if ticket is None:
             return None
         try:
-            reservation = sent.ticket.poll()
-            if reservation is None and until is not None:
-                reservation = sent.ticket.wait(max(0.0, until - now))
+            reservation = ticket.poll()
+            return ticket.wait(max(0.0, until - now)) if reservation is None and until is not None else reservation
         except KVCacheError as error:
             sent.ticket = None
             self._refusals.add(str(error), self._clock())
             return None
-        return reservation
 
     def _refuse(self, sent: _Sent) -> None:
         self._counters.warn("saves_refused", f"saves are refused: {self._refusals.why}")
@@ -362,9 +361,8 @@ class Saves:
                     self._counters.warn(f"saves_{why}", f"blocks are not saved: {why} (see `kvcache-server status`)")
                 else:
                     self._counters.add(f"saves_{why}")
-                if asked.tail:  # the chain's own run decides when to go on
-                    return
-                asked.state.progress.refuse(asked.first + at, why, self._clock())
+                if not asked.tail:  # for a tail, the chain's own run decides when to go on
+                    asked.state.progress.refuse(asked.first + at, why, self._clock())
                 return
         if not asked.tail:
             asked.state.progress.pause = PAUSE

@@ -106,14 +106,12 @@ class Scheduler:
             return None, False
         if state.barred and computed == 0:
             state.barred = False
-        reason = self._no_lookup(state, computed, now)
-        if reason:
+        if reason := self._no_lookup(state, computed, now):
             self._counters.add(f"lookups_declined_{reason}" if reason != "not_wanted" else "lookups_not_wanted")
             return self._decline(state, reason, now)
         if state.admitted is False:
             return 0, False
-        limit = self._group.loadable(request)
-        start = computed // self._group.block_tokens
+        limit, start = self._group.loadable(request), computed // self._group.block_tokens
         if limit * self._group.blocks_per_slot <= start or self._canaries.again(state, start):
             self._lookups.forget(state)
             return 0, False
@@ -157,8 +155,8 @@ class Scheduler:
         if coming := lease.pending + lease.withheld:
             wanted = min(lease.hits + coming, limit) * tokens
             patience = self.gate.patience(computed, wanted) if wanted > computed else 0.0
-            start, loads = computed // self._group.block_tokens, self._loads
-            if self._lookups.worth_waiting(state, lookup, start, len(loads), loads.ended, patience, now):
+            start = computed // self._group.block_tokens
+            if self._lookups.worth_waiting(state, lookup, start, self._loads, patience, now):
                 return True
         if not lease.eta:
             return False
@@ -221,25 +219,21 @@ class Scheduler:
 
     def _load(self, state: RequestState, external: int) -> None:
         """Begin the load that the engine waits for in any case: without a lease, it is a load that fails."""
-        request, group = state.request, self._group
+        request, group, start = state.request, self._group, state.start
         lookup, count = self._lookups.take(state), external // group.block_tokens
-        jobs: list[LoadJob] = []
-        if lookup is not None and not (group.tails and external % group.block_tokens):
-            lease = lookup.lease
+        lease, jobs, ranks = lookup.lease if lookup is not None else None, [], 0
+        if lookup is not None and lease is not None and not (group.tails and external % group.block_tokens):
             slots = Found(lease.region_id, lease.packed, lease.hits, lookup.had, lookup.sums)
-            jobs = group.cut_loads(request.id, slots, state.tables, state.start, count)
-        if lookup is not None and not jobs:  # the engine wants to continue at a boundary that was not leased
-            self._counters.add("loads_of_another_boundary")
-            lookup.lease.release()
-            lookup = None
-        ranks = 0
-        if lookup is None:
-            jobs = [LoadJob(request.id, b"", b"", state.tables[0][state.start : state.start + count])]
-        elif self._overlaps(state, lookup, external):
-            ranks, jobs = self.overlap.ranks, [msgspec.structs.replace(job, layered=True) for job in jobs]
-        begin, end = state.start // group.blocks_per_slot, (state.start + count) // group.blocks_per_slot
-        lease = lookup.lease if lookup is not None else None
-        self._loads.begin(jobs, lease, group.keys(request.hashes)[begin:end], external, ranks)
+            jobs = group.cut_loads(request.id, slots, state.tables, start, count)
+            if jobs and self._overlaps(state, lookup, external):
+                ranks, jobs = self.overlap.ranks, [msgspec.structs.replace(job, layered=True) for job in jobs]
+        if not jobs:
+            if lease is not None:  # the engine wants to continue at a boundary that was not leased
+                self._counters.add("loads_of_another_boundary")
+                lease.release()
+            lease, jobs = None, [LoadJob(request.id, b"", b"", state.tables[0][start : start + count])]
+        keys = group.keys(request.hashes)[start // group.blocks_per_slot : (start + count) // group.blocks_per_slot]
+        self._loads.begin(jobs, lease, keys, external, ranks)
         if not ranks:
             self.gate.pace.load_began(request.id, external, self._clock())
         state.loading = True
@@ -313,18 +307,12 @@ class Scheduler:
             self._admission.scheduled(step.scheduled)
         self._loads.scheduled()
         timed = self.gate.pace.step(self._step, step, self._clock(), learns=not self._loads.are_coming)
-        membership = self._membership
+        membership, requests = self._membership, self._requests
         if membership.unsettled:
             membership.settle()
         if self._notes.entries:
             self._send_notes()
-        if not (
-            self._requests
-            or self._saves.waiting
-            or self._canaries.due
-            or self._requests.finished
-            or membership.announced
-        ):
+        if not (requests or self._saves.waiting or self._canaries.due or requests.finished or membership.announced):
             return StepPlan(self._step, timed=True) if timed else NOTHING
         loads = self._loads.take_jobs() if self._loads.jobs else []
         given = self._given(step, written, loads)
@@ -337,14 +325,19 @@ class Scheduler:
         saving = (membership.announced is None or self._step == 1) and self._may_save
         self._advance(step, saving)
         if saving:
-            self._send_saves(step, states or {})
+            for request_id, offers in states.items() if states else ():
+                if (state := self._requests.get(request_id)) is not None:
+                    self._saves.ask_states(state, offers)
+            if step.tokens:
+                self._saves.ask_due()
+            self._saves.send(membership.namespace)
         if self._lookups.holding:
             self._lookups.give_back_idle(self._step)
         guarded = self._guarded(given, [*saves, *checks])
         for load in loads:
             if load.layered:  # a request that is aborted gives its blocks away while they are being filled
                 self._being_read.update(load.blocks)
-        finished = self._requests.take_finished(self._saves.concerned()) if self._requests.finished else []
+        finished = requests.take_finished(self._saves.concerned()) if requests.finished else []
         if not (saves or loads or guarded or finished or checks or membership.announced or timed):
             return NOTHING
         plan = StepPlan(self._step, saves, guarded, loads, finished, membership.announced, checks, timed=timed)
@@ -352,7 +345,7 @@ class Scheduler:
         return plan
 
     def _given(self, step: StepView, written: Sequence[int], loads: Sequence[LoadJob]) -> list[int]:
-        """Return the device blocks that get other contents with `step`, and note their new requests."""
+        """Return the device blocks that get other contents with `step`."""
         given = self._requests.follow(step)
         given.extend(written)
         for load in loads:
@@ -361,29 +354,18 @@ class Scheduler:
             self._saves.lazy.given(given)
         return given
 
-    def _send_saves(self, step: StepView, states: Mapping[str, Sequence[tuple[int, int, int]]]) -> None:
-        """Reserve room for the blocks to be saved, with `states` as in `plan`."""
-        for request_id, offers in states.items():
-            if (state := self._requests.get(request_id)) is not None:
-                self._saves.ask_states(state, offers)
-        if step.tokens:
-            self._saves.ask_due()
-        self._saves.send(self._membership.namespace)
-
     def _advance(self, step: StepView, saving: bool) -> None:
         """Note each request's computed tokens at the end of `step`: full blocks are saved, due ones are compared."""
         requests, scheduled, slot_tokens = self._requests, step.scheduled, self._group.slot_tokens
         for request_id, before in zip(step.running, step.computed, strict=True):
-            state = requests.get(request_id)
-            if state is not None:
+            if (state := requests.get(request_id)) is not None:
                 computed = before + scheduled[request_id]
                 if state.canary is not None:
                     self._canaries.computed(state, computed)
                 if saving and computed // slot_tokens > state.progress.saved:  # few tokens fill a block
                     self._saves.ask(state, computed, before)
         for new in step.started:
-            state = requests.get(new.request)
-            if state is not None:
+            if (state := requests.get(new.request)) is not None:
                 if self._saves.lazy is not None:
                     self._saves.lazy.found(state, new.computed)
                 computed = new.computed + scheduled[new.request]
@@ -403,8 +385,7 @@ class Scheduler:
 
     def finished(self, request_id: str, computed: int) -> None:
         """Save the blocks that a request's last step has filled; the engine may take them back at once."""
-        state = self._requests.finish(request_id)
-        if state is None:
+        if (state := self._requests.finish(request_id)) is None:
             return
         # Saves may keep the request as long as the device has its blocks: without the engine's own object, unless
         # events have to describe them.
@@ -414,8 +395,7 @@ class Scheduler:
         if self._admission is not None:
             self._admission.leave((request_id,))
         self._canaries.computed(state, computed)
-        may_save = self._may_save
-        if may_save:
+        if may_save := self._may_save:
             self._saves.ask(state, computed, computed)
             if self._saves.lazy is not None:
                 self._saves.lazy.ending(state)
@@ -443,7 +423,7 @@ class Scheduler:
             self._saves.lazy.forget()
         for state in self._requests:
             self._bar(state)
-        self._canaries.forget()
+        self._canaries.due.clear()
         self._loads.forget()
         return self._membership.reset()
 
@@ -481,8 +461,7 @@ class Scheduler:
             self._notes.send(self._membership.namespace, self._clock())
 
     def _track(self, request: RequestView) -> RequestState:
-        state = self._requests.known(request)
-        if state is not None:
+        if (state := self._requests.known(request)) is not None:
             return state
         if (another := self._requests.get(request.id)) is not None:
             self._lookups.forget(another)

@@ -24,35 +24,22 @@ RETAIN_SECONDS = 3600.0  # unless the hint has a time
 
 
 class Table(NamedTuple):
-    """A KV cache group of the engine, in the slots of a cached group.
+    """A KV cache group of the engine, in the slots of a cached group."""
 
-    Attributes:
-        number: its position among the engine's groups.
-        block_tokens: tokens per block of the group.
-        blocks: how many of the group's blocks a slot contains: the last ones of the slot's tokens.
-    """
-
-    number: int
-    block_tokens: int
-    blocks: int
+    number: int  # its position among the engine's groups
+    block_tokens: int  # tokens per block of the group
+    blocks: int  # of the group in a slot: the last ones of the slot's tokens
 
 
 class Group(NamedTuple):
-    """A cached group: the engine's groups whose blocks are in its slots, one after another.
-
-    Attributes:
-        reach, period: as in GroupSpec; 0 for full attention.
-        kept: how many tokens before the next one the engine keeps, for a window; otherwise 0.
-        chunk: tokens per chunk, for chunked attention; otherwise 0.
-        is_state: whether a slot contains a state.
-    """
+    """A cached group: the engine's groups whose blocks are in its slots, one after another."""
 
     tables: tuple[Table, ...]
-    reach: int = 0
+    reach: int = 0  # `reach` and `period` are as in GroupSpec; 0 for full attention
     period: int = 0
-    kept: int = 0
-    chunk: int = 0
-    is_state: bool = False
+    kept: int = 0  # tokens before the next one that the engine keeps, for a window; otherwise 0
+    chunk: int = 0  # tokens per chunk, for chunked attention; otherwise 0
+    is_state: bool = False  # whether a slot contains a state
 
     @property
     def columns(self) -> int:
@@ -72,43 +59,27 @@ Describe = Callable[["RequestView", int, int], tuple[Any, list[Any]]]
 
 @dataclass(frozen=True)
 class EngineFacts:
-    """Facts about an engine that its decisions depend on, and callbacks into it.
+    """Facts about an engine that its decisions depend on, and callbacks into it."""
 
-    Attributes:
-        block_tokens: tokens per block of the engine; if it has `groups`, tokens per block hash.
-        blocks_per_slot: how many of these make one cached block.
-        saves, loads: whether the engine saves to the cache, and loads from it.
-        volatile: cached blocks at the end of a hit that are computed anyway.
-        groups: the groups of the namespace, unless the engine has only one group, of full attention.
-        table_tokens: tokens per block of each of the engine's groups; by default, one group of `block_tokens`.
-        joining: ranks that do not know the namespace before they get a plan.
-        step_tokens: the most tokens that a step schedules.
-        ranks: number of ranks that copy.
-        device_blocks: for an engine that could wait forever for requests that load (see `admission`), else 0.
-        lookahead, in_order: for such an engine, as in `Admission`.
-        describe: see `Describe`. Without it, there are no events.
-        checkpoint: returns the present id of the checkpoint, "" if it is unknown.
-        evicted_next: returns the given number of device blocks that the engine gives away next, in order. Without it,
-            saves are eager.
-        hash_of: returns the hash of a device block in the engine's own prefix cache, b"" if it is not there.
-    """
-
-    block_tokens: int
-    blocks_per_slot: int = 1
-    saves: bool = True
-    loads: bool = True
-    volatile: int = 0
-    groups: Sequence[Group] = ()
-    table_tokens: Sequence[int] = ()
-    joining: Collection[int] = ()
-    step_tokens: int = 0
-    ranks: int = 1
+    block_tokens: int  # tokens per block of the engine; if it has `groups`, tokens per block hash
+    blocks_per_slot: int = 1  # how many of these make one cached block
+    saves: bool = True  # whether the engine saves to the cache
+    loads: bool = True  # whether it loads from the cache
+    volatile: int = 0  # cached blocks at the end of a hit that are computed anyway
+    groups: Sequence[Group] = ()  # those of the namespace, unless the engine has only one, of full attention
+    table_tokens: Sequence[int] = ()  # per block of each of the engine's groups; by default, one of `block_tokens`
+    joining: Collection[int] = ()  # ranks that do not know the namespace before they get a plan
+    step_tokens: int = 0  # the most tokens that a step schedules
+    ranks: int = 1  # number of ranks that copy
+    # For an engine that could wait forever for requests that load, else 0; the next two are for it, too: see Admission.
     device_blocks: int = 0
     lookahead: int = 0
     in_order: bool = True
-    describe: Describe | None = None
-    checkpoint: Callable[[], str] = lambda: ""
+    describe: Describe | None = None  # without it, there are no events
+    checkpoint: Callable[[], str] = lambda: ""  # returns the present id of the checkpoint, "" if it is unknown
+    # Returns the given number of device blocks that the engine gives away next, in order. Without it, saves are eager.
     evicted_next: Callable[[int], Iterable[int]] | None = None
+    # Returns the hash of a device block in the engine's own prefix cache, b"" if it is not there.
     hash_of: Callable[[int], bytes] = lambda block: b""
 
     @property
@@ -205,71 +176,43 @@ def plain(hashes: Sequence[bytes]) -> Sequence[bytes]:
 
 
 class RequestView(msgspec.Struct, frozen=True):
-    """A request as it is now.
-
-    Attributes:
-        tokens: its number of tokens, generated ones included.
-        prompt_tokens: how many of them belong to the prompt.
-        hashes: chained hashes of the engine's full blocks; the list grows while the request runs. If the engine's own
-            hashes only name content that the blocks depend on, they are `ContentHashes`.
-        token_ids: its tokens; the list grows, too.
-        salted: whether the hashes have a salt in them.
-        uncacheable: why the hashes do not identify the content of the blocks ("multimodal", ...); "" if they do.
-        skips_cache: whether it opted out of the cache.
-        bad_hint: the error in its hint; then `hint` is None.
-        key: the engine's own object, which distinguishes it from an earlier request of the same name; only the engine's
-            package looks into it.
-        adapter: the engine's number for its LoRA adapter; None for none.
-        set_aside: whether the engine may have set it aside before its first lookup, as it does while it compiles the
-            grammar of an answer.
-    """
+    """A request as it is now."""
 
     id: str
-    tokens: int
-    prompt_tokens: int
-    hashes: Sequence[bytes]
-    token_ids: Sequence[int] = ()
-    salted: bool = False
-    uncacheable: str = ""
-    skips_cache: bool = False
+    tokens: int  # their number, generated ones included
+    prompt_tokens: int  # how many of them belong to the prompt
+    hashes: Sequence[bytes]  # chained, of the engine's full blocks, or `ContentHashes`; it grows while the request runs
+    token_ids: Sequence[int] = ()  # it grows, too
+    salted: bool = False  # whether the hashes have a salt in them
+    uncacheable: str = ""  # why the hashes do not identify the blocks' content ("multimodal", ...); "" if they do
+    skips_cache: bool = False  # whether it opted out of the cache
     hint: Hint | None = None
-    bad_hint: str = ""
-    key: object = None
-    adapter: int | None = None
-    set_aside: bool = False
+    bad_hint: str = ""  # the error in its hint; then `hint` is None
+    key: object = None  # the engine's own object, unlike that of an earlier request of the same name
+    adapter: int | None = None  # the engine's number for its LoRA adapter
+    set_aside: bool = False  # whether it may have been passed over before, as while an answer's grammar is compiled
 
 
 # Steps.
 
 
 class NewTable(msgspec.Struct, frozen=True):
-    """The block tables of a request that a step schedules for the first time, or again after a preemption.
-
-    `computed` of its tokens are computed before the step, or loaded.
-    """
+    """The block tables of a request that a step schedules for the first time, or again after a preemption."""
 
     request: str
     blocks: BlockTables
-    computed: int
+    computed: int  # tokens that are computed before the step, or loaded
 
 
 class StepView(msgspec.Struct, frozen=True):
-    """What one step of the engine schedules.
+    """The schedule of one step. `running`, `computed` and `added` have one length."""
 
-    Attributes:
-        tokens: scheduled tokens of all requests; 0 if the step computes nothing.
-        scheduled: tokens by request.
-        started: requests whose tables are new.
-        running: the other requests, by name, with their tokens `computed` before the step and the blocks `added` to
-            them, None for none; three lists of one length.
-    """
-
-    tokens: int = 0
-    scheduled: Mapping[str, int] = {}
-    started: Sequence[NewTable] = ()
-    running: Sequence[str] = ()
-    computed: Sequence[int] = ()
-    added: Sequence[BlockTables | None] = ()
+    tokens: int = 0  # scheduled, of all requests; 0 if the step computes nothing
+    scheduled: Mapping[str, int] = {}  # tokens by request
+    started: Sequence[NewTable] = ()  # requests whose tables are new
+    running: Sequence[str] = ()  # the other requests
+    computed: Sequence[int] = ()  # their tokens that are computed before the step
+    added: Sequence[BlockTables | None] = ()  # the blocks that they get
 
 
 IDLE = StepView()

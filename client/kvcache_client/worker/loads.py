@@ -24,21 +24,15 @@ CHANGE = 0.1  # smallest relative change of that rate that is reported to the sc
 
 
 class Loads:
-    """Carries out load jobs.
-
-    Attributes:
-        early: the loads that are reported when they begin.
-        invalid: device blocks that loads did not fill.
-        failed: requests whose loads have failed, in an engine with several groups.
-    """
+    """Carries out load jobs; the `early` ones are reported when they begin."""
 
     def __init__(self, rank: Rank) -> None:
         self._rank = rank
         self.early = EarlyLoads(
             rank, lambda job, region, done: self._find_failed(job, region, done, rank.epoch, _all_sound(job))
         )
-        self.invalid: set[int] = set()
-        self.failed: set[str] = set()
+        self.invalid: set[int] = set()  # device blocks that loads did not fill
+        self.failed: set[str] = set()  # requests whose loads have failed, in an engine with several groups
         self._done: deque[tuple[str, list[int]]] = deque()  # requests whose load has ended, and blocks that failed
         self._parts: dict[str, tuple[int, list[int]]] = {}  # of loads with several jobs: jobs left, failed blocks
         self._lock = threading.Lock()

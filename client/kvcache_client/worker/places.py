@@ -37,38 +37,26 @@ class Shards(NamedTuple):
 
 
 class RankTable(NamedTuple):
-    """A KV cache group of the engine, in the slots of a cached group.
+    """A KV cache group of the engine, in the slots of a cached group."""
 
-    Attributes:
-        layers: names of its layers.
-        block_bytes: bytes that the rank stores per block of the group.
-        blocks: number of the group's blocks in a slot.
-    """
-
-    layers: tuple[str, ...]
-    block_bytes: int
-    blocks: int
+    layers: tuple[str, ...]  # their names
+    block_bytes: int  # that the rank stores per block of the group
+    blocks: int  # of the group in a slot
 
 
 @dataclass(frozen=True)
 class RankFacts:
     """The properties of a rank that its work depends on.
 
-    Attributes:
-        block_bytes: bytes that the rank stores per block of the engine.
-        blocks_per_slot: blocks of the engine per cached block.
-        experts: whether the model routes tokens to experts.
-        groups: the tables in the slots of each group of the namespace, unless the engine has only one group, of full
-            attention; `block_bytes` are then the bytes for the tokens of a block hash in the first group.
-        joins_later: whether the namespace comes with a plan. Until then, only this rank's shard sizes are right in the
-            given one.
+    An engine has `groups`, the tables in the slots of each group of the namespace, unless it has just one, of full
+    attention.
     """
 
-    block_bytes: int
-    blocks_per_slot: int = 1
-    experts: bool = False
+    block_bytes: int  # that the rank stores per block of the engine; with `groups`, per block hash in the first one
+    blocks_per_slot: int = 1  # blocks of the engine per cached block
+    experts: bool = False  # whether the model routes tokens to experts
     groups: Sequence[Sequence[RankTable]] = ()
-    joins_later: bool = False
+    joins_later: bool = False  # with a plan's namespace. Until then, only this rank's sizes are right in the given one
 
 
 class Piece(NamedTuple):
@@ -100,11 +88,7 @@ class Places:
         self._layouts = {layout: np.flatnonzero(np.array(layouts) == layout) for layout in dict.fromkeys(layouts)}
 
     def cut(
-        self,
-        slots: npt.NDArray[np.integer],
-        blocks: Sequence[int],
-        skip: int = 0,
-        parts: Sequence[int] | None = None,
+        self, slots: npt.NDArray[np.integer], blocks: Sequence[int], skip: int = 0, parts: Sequence[int] | None = None
     ) -> list[Piece]:
         """Return the copies between `slots`, by their offsets, and `blocks`, in the order of the slots.
 

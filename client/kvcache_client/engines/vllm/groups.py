@@ -24,23 +24,14 @@ _STATE = "MambaSpec"
 
 
 class Member(NamedTuple):
-    """A group of vLLM.
+    """A group of vLLM."""
 
-    Attributes:
-        number: its position among vLLM's groups.
-        kind: name of the class in `_KINDS` that its specification is, or derives from.
-        spec: of its first layer: the scheduler sees no other.
-        block_tokens: tokens per block of the group.
-        block_bytes: bytes that one rank stores per block of the group, without padding.
-        layers: their names.
-    """
-
-    number: int
-    kind: str
-    spec: Any
+    number: int  # its position among vLLM's groups
+    kind: str  # name of the class in `_KINDS` that its specification is, or derives from
+    spec: Any  # of its first layer: the scheduler sees no other
     block_tokens: int
-    block_bytes: int
-    layers: tuple[str, ...]
+    block_bytes: int  # that one rank stores per block, without padding
+    layers: tuple[str, ...]  # their names
 
     @property
     def kept(self) -> int:

@@ -37,21 +37,13 @@ _LONGEST = 1024  # characters of the description of layers; longer ones are repr
 
 
 class Surroundings(NamedTuple):
-    """Facts of the running engine.
+    """Facts of the running engine."""
 
-    Attributes:
-        version: vLLM's version.
-        device: kind and name of the device.
-        hash_bytes: length of a block hash.
-        seed: the seed of the hash chain; empty if each process draws it at random.
-        layout: layout of the KV cache, if the configuration does not have it.
-    """
-
-    version: str
-    device: str
-    hash_bytes: int
-    seed: str
-    layout: str = ""
+    version: str  # vLLM's
+    device: str  # its kind and name
+    hash_bytes: int  # length of a block hash
+    seed: str  # of the hash chain; empty if each process draws it at random
+    layout: str = ""  # of the KV cache, if the configuration does not have it
 
 
 def why_not(vllm_config: Any, kv_cache_config: Any) -> str:
@@ -243,19 +235,12 @@ def namespace_spec(
 
 
 class Share(NamedTuple):
-    """A rank's share of a slot. With pipeline parallelism, no other process of the engine knows it.
+    """A rank's share of a slot. With pipeline parallelism, no other process of the engine knows it."""
 
-    Attributes:
-        layers: number of layers whose KV its stage has.
-        described: these layers, as in the identity of a namespace.
-        sizes: bytes in a slot of each group of the namespace.
-        tables: vLLM's groups in these slots, by number, unless the engine has just one group, of full attention.
-    """
-
-    layers: int
-    described: str
-    sizes: tuple[int, ...]
-    tables: tuple[tuple[int, ...], ...]
+    layers: int  # number of layers whose KV its stage has
+    described: str  # these layers, as in the identity of a namespace
+    sizes: tuple[int, ...]  # bytes in a slot of each group of the namespace
+    tables: tuple[tuple[int, ...], ...]  # vLLM's groups in these slots; () with just one group, of full attention
 
 
 def share_of_rank(spec: NamespaceSpec, merged: Sequence[Merged], kv_cache_config: Any) -> Share:

@@ -26,22 +26,16 @@ from kvcache_proto.errors import ConfigError
 
 
 class RankSide(Side):
-    """Without a `worker`, it takes no part.
-
-    Attributes:
-        early: gets the layers of a step, if the engine may announce them.
-        metadata: of the step that runs, None for another connector's.
-        quiet: not set while copies of a worker that was given up may still run.
-    """
+    """Without a `worker`, it takes no part."""
 
     in_scheduler = False
 
     def __init__(self) -> None:
         super().__init__()
         self.worker: Worker | None = None
-        self.early: EarlyLoads | None = None
-        self.metadata: StepMetadata | None = None
-        self.quiet = threading.Event()
+        self.early: EarlyLoads | None = None  # gets the layers of a step, if the engine may announce them
+        self.metadata: StepMetadata | None = None  # of the step that runs; None for another connector's
+        self.quiet = threading.Event()  # not set while copies of a worker that was given up may still run
         self.quiet.set()
         self._share: RankShare | None = None  # if the scheduler's side needs it
         self._rank = 0

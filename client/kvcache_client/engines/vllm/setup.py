@@ -49,27 +49,17 @@ _TWICE = (
 
 @dataclass(frozen=True)
 class Setup:
-    """An engine that can be cached.
-
-    Attributes:
-        vllm, kv_cache: vLLM's configurations.
-        spec: the namespace; with pipeline stages, as if all ranks had the shares of the first stage.
-        split: how the ranks hold a block.
-        engine: its name.
-        per_slot: blocks of the engine per cached block.
-        groups: its groups, unless it has just one, of full attention.
-        wants_events: whether it publishes KV events.
-    """
+    """An engine that can be cached. `vllm` and `kv_cache` are vLLM's configurations."""
 
     vllm: Any
     kv_cache: Any
     settings: ConnectorSettings
-    spec: NamespaceSpec
-    split: Shards
-    engine: str
-    per_slot: int
-    groups: list[Merged]
-    wants_events: bool
+    spec: NamespaceSpec  # with pipeline stages, as if all ranks had the shares of the first stage
+    split: Shards  # how the ranks hold a block
+    engine: str  # its name
+    per_slot: int  # blocks of the engine per cached block
+    groups: list[Merged]  # of the namespace, unless the engine has just one, of full attention
+    wants_events: bool  # whether it publishes KV events
 
     @property
     def block_tokens(self) -> int:
