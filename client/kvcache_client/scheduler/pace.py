@@ -80,10 +80,10 @@ class Pace:
     def step(self, number: int, step: StepView, now: float, learns: bool = True) -> bool:
         """Note that a step begins, and learn from it if `learns`; return whether its end is to be noted."""
         self._now = now
-        if not step.tokens:
+        self._steps += bool(step.tokens)
+        if step.tokens < len(step.scheduled) + CHUNK:  # all generate, as in most steps
             return False
-        self._steps += 1
-        tokens = _prompt_tokens(step)
+        tokens = sum(count for count in step.scheduled.values() if count >= CHUNK)
         if not tokens:
             return False
         if learns:
@@ -150,13 +150,6 @@ class Pace:
         if tokens > FARTHEST * max((count for _, count, _ in loads), default=0):
             return carried or None
         return max(carried, min(seconds * max(1.0, tokens / count) for _, count, seconds in loads))
-
-
-def _prompt_tokens(step: StepView) -> int:
-    scheduled = step.scheduled
-    if step.tokens < len(scheduled) + CHUNK:  # all generate, as in most steps
-        return 0
-    return sum(count for count in scheduled.values() if count >= CHUNK)
 
 
 class Gate:

@@ -315,7 +315,10 @@ class Scheduler:
         if not (requests or self._saves.waiting or self._canaries.due or requests.finished or membership.announced):
             return StepPlan(self._step, timed=True) if timed else NOTHING
         loads = self._loads.take_jobs() if self._loads.jobs else []
-        given = self._given(step, written, loads)
+        # Device blocks that get other contents with the step.
+        given = [*requests.follow(step), *written, *(block for load in loads for block in load.blocks)]
+        if self._saves.lazy is not None:
+            self._saves.lazy.given(given)
         # An idle step may be the last one before the engine sleeps: it waits a little for a healthy daemon, and leaves
         # no answer behind that no step would take.
         wait = None if step.tokens else self._session.deadline if self._session.up else 0.0
@@ -343,16 +346,6 @@ class Scheduler:
         plan = StepPlan(self._step, saves, guarded, loads, finished, membership.announced, checks, timed=timed)
         membership.announced = None
         return plan
-
-    def _given(self, step: StepView, written: Sequence[int], loads: Sequence[LoadJob]) -> list[int]:
-        """Return the device blocks that get other contents with `step`."""
-        given = self._requests.follow(step)
-        given.extend(written)
-        for load in loads:
-            given.extend(load.blocks)
-        if self._saves.lazy is not None:
-            self._saves.lazy.given(given)
-        return given
 
     def _advance(self, step: StepView, saving: bool) -> None:
         """Note each request's computed tokens at the end of `step`: full blocks are saved, due ones are compared."""

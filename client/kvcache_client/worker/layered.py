@@ -257,10 +257,7 @@ class EarlyLoads:
             self.layered.start_all()
 
     def take_arrived(self) -> list[tuple[str, float]]:
-        """Return the requests of these loads that have ended since the last call, and the seconds that each copy took.
-
-        The time is 0 for ordinary loads.
-        """
+        """Return the loads that have ended since the last call: the request, and the seconds, 0 for ordinary ones."""
         found, self._reported = self._reported, []
         return found
 

@@ -70,7 +70,8 @@ class Piece(NamedTuple):
 class Places:
     """The places of one group: a slot contains the blocks of each table in turn, `columns` in all, of `bytes` bytes.
 
-    If blocks are divided into parts, the rank has a shard for each, which contains that part of the blocks.
+    If blocks are divided into parts, the rank has a shard for each, which contains that part of the blocks. Blocks of
+    several layouts are not divided.
     """
 
     def __init__(self, begin: int, tables: Sequence[tuple[int, int, int]], parts: Parts = WHOLE) -> None:
@@ -94,28 +95,19 @@ class Places:
 
         The first `skip` blocks of the slots are not among `blocks`. `parts` are those to be copied, all if not given.
         """
-        pieces = self._cut(slots, blocks, skip)
-        if self._parts.number == 1:
-            return pieces
-        some = np.arange(self._parts.number) if parts is None else np.array(parts, np.int64)
-        return [self._divided(piece, some[:, None]) for piece in pieces]
-
-    def _divided(self, piece: Piece, parts: Numbers) -> Piece:
-        """Return the copies of the parts of a piece's blocks, in their order in the region."""
-        blocks = (piece.blocks * self._parts.apart + parts).ravel()
-        offsets = (piece.offsets + parts * self._part_bytes).ravel()
-        order = np.argsort(offsets, kind="stable")
-        return Piece(piece.layout, blocks[order], offsets[order])
-
-    def _cut(self, slots: npt.NDArray[np.integer], blocks: Sequence[int], skip: int) -> list[Piece]:
-        offsets = slots.astype(np.int64)[:, None] + self._inside
-        numbers = np.array(blocks, np.int64)
-        if len(self._layouts) == 1:
-            (layout,) = self._layouts
-            return [Piece(layout, numbers, offsets.ravel()[skip : skip + len(numbers)])]
-        numbers = numbers.reshape(-1, self.columns)
-        cuts = ((layout, numbers[:, some].ravel(), offsets[:, some].ravel()) for layout, some in self._layouts.items())
-        return [Piece(*each) for each in cuts if len(each[1])]
+        offsets, numbers = slots.astype(np.int64)[:, None] + self._inside, np.array(blocks, np.int64)
+        if len(self._layouts) > 1:
+            numbers, places = numbers.reshape(-1, self.columns), self._layouts.items()
+            cuts = (Piece(layout, numbers[:, some].ravel(), offsets[:, some].ravel()) for layout, some in places)
+            return [each for each in cuts if len(each.blocks)]
+        (layout,), offsets = self._layouts, offsets.ravel()[skip : skip + len(numbers)]
+        if self._parts.number > 1:
+            some = (np.arange(self._parts.number) if parts is None else np.array(parts, np.int64))[:, None]
+            numbers = (numbers * self._parts.apart + some).ravel()
+            offsets = (offsets + some * self._part_bytes).ravel()
+            order = np.argsort(offsets, kind="stable")  # their order in the region
+            numbers, offsets = numbers[order], offsets[order]
+        return [Piece(layout, numbers, offsets)]
 
 
 def without_nulls(pieces: Sequence[Piece]) -> list[Piece]:

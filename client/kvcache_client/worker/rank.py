@@ -33,7 +33,7 @@ class Rank:
             done.error = "its blocks may have been overwritten"
 
     def count_copy(self, size: str, time: str, copied: int, done: Job) -> None:
-        """Count the bytes that a job has copied, and its microseconds."""
+        """Count the bytes that a job has `copied`, and its microseconds, by these names."""
         self.counts.add(size, copied)
         self.counts.add(time, round(done.seconds * 1e6))
 

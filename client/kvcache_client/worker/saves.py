@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,7 +23,7 @@ logger = logging.getLogger("vllm.kvcache.worker")
 
 @dataclass(slots=True)
 class _Stored:
-    """The stored blocks of one request, for one log line once all of them are stored."""
+    """The stored blocks of one request, for one line in the log."""
 
     jobs: int = 0
     blocks: int = 0
@@ -91,8 +91,8 @@ class Saves:
         else:
             written = layout.places[job.group].bytes * len(layout.writes) // len(layout.reads)
             rank.count_copy("saved_bytes", "save_us", len(job.positions) * written, done)
-        kept = self._verdicts
-        then = None if kept is None else lambda verdicts: kept.append(_rank_verdicts(job, verdicts))
+        kept, place = self._verdicts, (job.region, job.reservation, job.positions)
+        then = None if kept is None else lambda found: kept.append(RankVerdicts(*place, list(map(int, found))))
         namespace.settle(job.reservation, outcome, job.positions, region_id=job.region, then=then, sums=sums)
         with self._lock:
             stored = self._stored[job.request]
@@ -121,13 +121,8 @@ class Saves:
 
     def take_verdicts(self) -> list[RankVerdicts]:
         """Return the daemon's verdicts on settlements since the last call."""
-        if not self._verdicts:
-            return []
-        return [self._verdicts.popleft() for _ in range(len(self._verdicts))]
-
-
-def _rank_verdicts(job: SaveJob, verdicts: Sequence[int]) -> RankVerdicts:
-    return RankVerdicts(job.region, job.reservation, job.positions, list(map(int, verdicts)))
+        verdicts = self._verdicts
+        return [verdicts.popleft() for _ in range(len(verdicts))] if verdicts else []
 
 
 class CanaryChecks:
@@ -137,13 +132,10 @@ class CanaryChecks:
         self._rank = rank
         self._format: Format | None = None  # of the values in a block
 
-    def set_dtypes(self, dtypes: Collection[str]) -> None:
-        """Compare values of these types. Without a format for them, nothing is compared."""
+    def set_dtypes(self, dtypes: Collection[str]) -> bool:
+        """Compare values of these types; return False if nothing can be compared, because they have no format."""
         layout = self._rank.layout
         self._format = find_format(set(dtypes), layout.spec.identity.get("kv_dtype", ""), layout.facts.experts)
-
-    @property
-    def knows_noise(self) -> bool:
         return self._format is not None
 
     def begin(self, job: CheckJob) -> None:

@@ -26,14 +26,11 @@ class HostEvents:
     def describe(self, view: RequestView, begin: int, end: int) -> tuple[Any, list[Any]]:
         """Return an event's fields for the request, and the extra keys of the blocks of these tokens, by table."""
         request: Any = view.key
-        keys = [
-            [
-                generate_block_hash_extra_keys(request, at, at + table.block_tokens, 0)[0]
-                for at in range(begin, end, table.block_tokens)
-            ]
-            for table in self._tables
-        ]
-        return compat.event_fields(request), [keys]
+
+        def keys(size: int) -> list[Any]:
+            return [generate_block_hash_extra_keys(request, at, at + size, 0)[0] for at in range(begin, end, size)]
+
+        return compat.event_fields(request), [[keys(table.block_tokens) for table in self._tables]]
 
     def convert(self, event: Stored | Removed) -> Iterator[Any]:
         """Yield vLLM's events, one for each table."""

@@ -35,7 +35,7 @@ class Member(NamedTuple):
 
     @property
     def kept(self) -> int:
-        """Return the number of tokens before the next one that a window reads, or retains; 0 for other kinds."""
+        """The number of tokens before the next one that a window reads, or retains; 0 for other kinds."""
         if self.kind != "SlidingWindowSpec":
             return 0
         return int(self.spec.sliding_window) - 1 + int(getattr(self.spec, "extra_retained_tokens", 0))
@@ -77,8 +77,7 @@ def why_not_groups(vllm_config: Any, kv_cache_config: Any) -> str:
     groups = kv_cache_config.kv_cache_groups
     if not groups:
         return "its model has no KV cache"
-    why_not = next(filter(None, map(_why_not_group, groups)), "")
-    if why_not:
+    if why_not := next(filter(None, map(_why_not_group, groups)), ""):
         return why_not
     if is_plain(kv_cache_config):
         return ""
@@ -165,10 +164,7 @@ def kind_of(spec: Any) -> str:
 def layer_specs(spec: Any) -> Iterator[Any]:
     """Yield the specifications of a group's layers that are known here."""
     inner = getattr(spec, "kv_cache_specs", None)
-    if inner is None:
-        yield spec
-    else:
-        yield from inner.values()
+    yield from [spec] if inner is None else inner.values()
 
 
 def first_spec(group: Any) -> Any:
