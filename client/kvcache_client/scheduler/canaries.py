@@ -68,6 +68,5 @@ class Canaries:
             self.due.append(CheckJob(state.id, canary.region, pick_refs(canary.packed, slots), blocks))
 
     def take(self) -> list[CheckJob]:
-        """Return the comparisons that the ranks make before this step begins."""
         due, self.due = self.due, []
         return due

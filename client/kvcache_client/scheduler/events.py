@@ -25,19 +25,13 @@ WAITING = 1 << 15  # blocks whose parent is not visible; beyond that a lookup ma
 
 @dataclass(slots=True)
 class Stored:
-    """A chain of cached blocks, each the child of the one before it, can be loaded.
+    """A chain of cached blocks, each the child of the one before it, can be loaded."""
 
-    Attributes:
-        parent: hash of the engine's block above them; None for a root.
-        hashes, tokens: the engine's own hashes of its blocks in them, and the tokens of all these blocks.
-        request, blocks: the engine's descriptions of the request that saved or found them, and of the blocks, in order.
-    """
-
-    parent: bytes | None
-    hashes: list[bytes]
-    tokens: list[int]
-    request: Any
-    blocks: list[Any]
+    parent: bytes | None  # hash of the engine's block above them; None for a root
+    hashes: list[bytes]  # the engine's own hashes of its blocks in them
+    tokens: list[int]  # of all these blocks
+    request: Any  # the engine's description of the request that saved or found them
+    blocks: list[Any]  # its descriptions of the blocks, in order
 
 
 @dataclass(slots=True)

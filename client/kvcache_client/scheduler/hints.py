@@ -24,7 +24,6 @@ class Hints:
         self._seen: dict[bytes, None] = {}  # blocks of dropped requests, in the order in which the requests ended
 
     def begin(self, state: RequestState) -> None:
-        """Apply the hint of a new request."""
         request = state.request
         if request.bad_hint:
             self._counters.warn("hints_invalid", f"the hint of a request is ignored: {request.bad_hint}")

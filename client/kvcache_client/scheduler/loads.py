@@ -52,7 +52,6 @@ class Loads:
         self._paused_until = 0.0
 
     def __len__(self) -> int:
-        """Return the number of running loads."""
         return len(self._running)
 
     @property
@@ -76,7 +75,6 @@ class Loads:
         self._running[jobs[0].request] = Load(lease, blocks, frozenset(brings), last, tokens, coming=ranks)
 
     def take_jobs(self) -> list[LoadJob]:
-        """Return the loads that no plan has yet."""
         jobs, self.jobs = self.jobs, []
         return jobs
 

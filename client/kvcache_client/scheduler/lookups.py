@@ -160,7 +160,6 @@ class Lookups:
         state.lookup = None
 
     def release(self, state: RequestState) -> None:
-        """Give the lease back."""
         if state.lookup is not None and state.lookup.lease.id:
             state.lookup.lease.release()
             self.holding.pop(state.id, None)

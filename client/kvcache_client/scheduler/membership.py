@@ -53,8 +53,6 @@ class CheckpointReading:
 
 
 class Membership:
-    """The membership of one engine in `namespace`."""
-
     def __init__(
         self,
         session: CacheSession,

@@ -42,7 +42,6 @@ class Notes:
             self._counters.add("notes_dropped")
 
     def take(self, now: float) -> list[Note]:
-        """Return all notes, and forget them."""
         taken = [Note(request, cause, int((now - at) * 1000), hashes) for at, request, cause, hashes in self.entries]
         self.entries.clear()
         self._hashes = 0

@@ -129,7 +129,6 @@ class Requests:
         return state
 
     def begin(self, request: RequestView) -> RequestState:
-        """Return the state of a new request."""
         state = self._states[request.id] = RequestState(request)
         return state
 

@@ -35,10 +35,7 @@ logger = logging.getLogger("vllm.kvcache.scheduler")
 class Scheduler:
     """Called only by the engine's scheduler thread; never raises because of the daemon.
 
-    Attributes:
-        events: the blocks that the engine may load from the cache, if these are to be reported; else None.
-        gate: decides whether hits are worth their loads, and keeps the measurements for that.
-        overlap: decides which loads run while the rest of their requests is computed.
+    `events` are the changes of the blocks that the engine may load from the cache, if these are to be reported.
     """
 
     def __init__(
@@ -297,9 +294,8 @@ class Scheduler:
     ) -> StepPlan:
         """Return the ranks' jobs for `step`. Called once per schedule.
 
-        Args:
-            states: states at boundaries that the step makes, by request: (the engine's group, device block, tokens).
-            written: device blocks that the step writes to before it computes, whether or not they belong to a request.
+        `states` are those at boundaries that the step makes, by request: (the engine's group, device block, tokens).
+        `written` are device blocks that it writes to before it computes, whether or not they belong to a request.
         """
         self._step += 1
         self._lookups.spent = 0.0

@@ -16,8 +16,6 @@ from kvcache_client.worker.verification import Verifier
 
 
 class Rank:
-    """One rank of an engine."""
-
     def __init__(self, session: Session, number: int, layout: KVLayout) -> None:
         self.session, self.number, self.layout = session, number, layout
         self.counts = Counters()

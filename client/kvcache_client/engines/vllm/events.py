@@ -15,8 +15,6 @@ from kvcache_client.scheduler.views import RequestView, Table
 
 
 class HostEvents:
-    """Makes the events of one engine."""
-
     def __init__(self, kv_cache_config: Any, tables: Sequence[Table], hash_tokens: int) -> None:
         """`tables` are the groups of vLLM whose blocks make up the cached blocks. Each has its own events."""
         self._tables, self._hash_tokens = tables, hash_tokens

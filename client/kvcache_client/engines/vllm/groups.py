@@ -103,7 +103,6 @@ def why_not_groups(vllm_config: Any, kv_cache_config: Any) -> str:
 
 
 def hash_tokens(kv_cache_config: Any) -> int:
-    """Return the tokens per block hash."""
     return compat.hash_block_size(kv_cache_config) or math.gcd(*_block_sizes(kv_cache_config))
 
 

@@ -94,7 +94,6 @@ def groups_of(kv_cache_config: Any, blocks_per_slot: int) -> list[Merged]:
 
 
 def layer_spec(kv_cache_config: Any) -> Any:
-    """Return the KV cache specification of the first layer."""
     return first_spec(kv_cache_config.kv_cache_groups[0])
 
 

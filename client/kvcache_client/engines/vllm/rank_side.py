@@ -51,7 +51,6 @@ class RankSide(Side):
         self._failed: set[str] = set()  # in an engine with groups, requests whose loads have failed
 
     def open(self, setup: Setup) -> None:
-        """Begin to serve one rank."""
         parallel, kv_cache = setup.vllm.parallel_config, setup.kv_cache
         self._has_groups, self._writes_early = bool(setup.groups), writes_early(kv_cache)
         self._num_blocks = int(kv_cache.num_blocks)

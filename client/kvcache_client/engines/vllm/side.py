@@ -51,18 +51,14 @@ class RankReport(KVConnectorWorkerMetadata):
 
 
 class Side(ABC):
-    """One side of a connector. Its methods have the names of vLLM's hooks, and may raise.
-
-    Attributes:
-        fault: why it was given up, until the other side knows; else "".
-    """
+    """One side of a connector. Its methods have the names of vLLM's hooks, and may raise."""
 
     in_scheduler: bool
 
     def __init__(self) -> None:
         self.session: Session | None = None
         self.feed: Feed | None = None  # for vLLM's metrics
-        self.fault = ""
+        self.fault = ""  # why it was given up, until the other side knows
 
     def start(self, role: object, vllm_config: Any, kv_cache: Any) -> None:
         """Begin to use the cache if this engine can be cached, and no other connector does."""

@@ -29,8 +29,6 @@ HINT = "kvcache"  # the key of our hints in a request's `kv_transfer_params`
 
 
 class Contents:
-    """The contents of one engine's requests."""
-
     def __init__(self, digest: Callable[[Any], tuple[bytes, str]] | None = None) -> None:
         """`digest` is that of `adapters.Adapters`; without it, requests with LoRA are not cached."""
         self._digest = digest
@@ -73,7 +71,6 @@ _WITHOUT_ADAPTERS = Contents()
 
 
 def request_view(request: Any, contents: Contents = _WITHOUT_ADAPTERS) -> RequestView:
-    """Return the present state of a request."""
     params = getattr(request, "kv_transfer_params", None)
     content, uncacheable = contents.of(request)
     lora = getattr(request, "lora_request", None)
