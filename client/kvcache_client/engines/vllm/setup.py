@@ -76,7 +76,12 @@ def read_setup(side: object, role: object, in_scheduler: bool, vllm_config: Any,
     Raises ConfigError for settings that are wrong, and for KV that the protocol does not allow.
     """
     join_logs(quiet=not in_scheduler)
-    transfer, log = vllm_config.kv_transfer_config, logger.warning if in_scheduler else logger.debug
+
+    def log(line: str, *arguments: object) -> None:
+        if in_scheduler:
+            logger.warning(line, *arguments)
+
+    transfer = vllm_config.kv_transfer_config
     # vLLM reads this later. Its default, "fail", cannot be distinguished from an explicit "fail": to have that, set
     # it in kv_connector_extra_config.
     transfer.kv_load_failure_policy = "recompute"
