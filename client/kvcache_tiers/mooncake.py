@@ -96,7 +96,7 @@ def parse(url: str) -> Options:
         parse_size(given.get("segment", "0")),
         parse_size(given.get("local_buffer", "16MiB")),
         given.get("hostname", ""),
-        seconds(split, "timeout", given.get("timeout", "5"), 0.1, 60),
+        seconds(split, "timeout", given.get("timeout", "5"), float, 0.1, 60.0),
     )
 
 

@@ -24,7 +24,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from datetime import timedelta
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import unquote
 
 from obstore.exceptions import BaseError
@@ -51,7 +51,7 @@ from kvcache_tiers.urls import options, seconds, shown, split_url
 
 if TYPE_CHECKING:
     from obstore import GetResult
-    from obstore.store import AzureConfig, ClientConfig, GCSConfig, RetryConfig, S3Config
+    from obstore.store import ClientConfig, RetryConfig
 
 FOLDER = "packs"
 PART = 8 << 20  # bytes of a request that writes; one pack has up to 8 at once
@@ -68,8 +68,11 @@ Store = S3Store | GCSStore | AzureStore
 T = TypeVar("T")
 R = TypeVar("R")
 
-_DEFAULTS = {"refresh": "5", "timeout": "5"}  # seconds
-_KINDS = {"s3": ("endpoint", "region"), "gs": ("endpoint",), "az": ("endpoint",)}  # their options
+_KINDS: dict[str, tuple[type[Store], dict[str, str]]] = {  # with the names that obstore has for their options
+    "s3": (S3Store, {"endpoint": "endpoint", "region": "region"}),
+    "gs": (GCSStore, {"endpoint": "base_url"}),
+    "az": (AzureStore, {"endpoint": "endpoint"}),
+}
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,254}")
 _ENDPOINT = re.compile(r"https?://([A-Za-z0-9.-]+|\[[0-9A-Fa-f:]+\])(:[0-9]{1,5})?(/[A-Za-z0-9._/-]*)?")
 
@@ -86,40 +89,29 @@ def open_tier(url: str, region: memoryview) -> ObjectTier:
     name = shown(split)
     if "@" in split.netloc + split.query:  # comes first, because its message does not repeat the URL
         raise ConfigError(f"a tier of {split.scheme}: credentials belong in the environment, not in the URL")
-    given = options(split, *_KINDS[split.scheme], "refresh", "timeout")
+    kind, names = _KINDS[split.scheme]
+    given = options(split, *names, "refresh", "timeout")
     if not _BUCKET.fullmatch(split.netloc):
         raise ConfigError(f"{name}: a bucket and a prefix, as in {split.scheme}://bucket/kvcache")
     endpoint = given.get("endpoint", "")
     if endpoint and not _ENDPOINT.fullmatch(endpoint):
         raise ConfigError(f"{name}: the endpoint is a URL, as in http://host:9000")
     refresh, timeout = (
-        seconds(split, each, given.get(each, _DEFAULTS[each]), 0.01, 3600) for each in ("refresh", "timeout")
+        seconds(split, each, given.get(each, "5"), float, 0.01, 3600.0) for each in ("refresh", "timeout")
     )
-    try:
-        store = _open_store(split.scheme, split.netloc, unquote(split.path).strip("/"), given, timeout)
-    except (BaseError, OSError, ValueError) as error:
-        raise ConfigError(f"{name}: {_text(error)}") from None
-    return ObjectTier(store, name, refresh)
-
-
-def _open_store(scheme: str, bucket: str, prefix: str, given: dict[str, str], timeout: float) -> Store:
-    """Return the store. Raises obstore's errors for wrong settings, also those of the environment."""
-    endpoint, stall = given.get("endpoint"), timedelta(seconds=timeout)
+    stall = timedelta(seconds=timeout)
     client: ClientConfig = {"connect_timeout": stall, "read_timeout": stall, "timeout": 6 * stall}
-    if endpoint and endpoint.startswith("http:"):
+    if endpoint.startswith("http:"):
         client["allow_http"] = True
     # A request that timed out is not tried again: `retry_timeout` counts from its beginning.
     retry: RetryConfig = {"max_retries": 2, "retry_timeout": stall}
-    if scheme == "s3":
-        s3: S3Config = {"endpoint": endpoint} if endpoint else {}
-        if "region" in given:
-            s3["region"] = given["region"]
-        return S3Store(bucket, prefix=prefix, config=s3, client_options=client, retry_config=retry)
-    if scheme == "gs":
-        gs: GCSConfig = {"base_url": endpoint} if endpoint else {}
-        return GCSStore(bucket, prefix=prefix, config=gs, client_options=client, retry_config=retry)
-    az: AzureConfig = {"endpoint": endpoint} if endpoint else {}
-    return AzureStore(bucket, prefix=prefix, config=az, client_options=client, retry_config=retry)
+    config: Any = {names[each]: value for each, value in given.items() if each in names and value}
+    prefix = unquote(split.path).strip("/")
+    try:
+        store = kind(split.netloc, prefix=prefix, config=config, client_options=client, retry_config=retry)
+    except (BaseError, OSError, ValueError) as error:  # also for wrong settings in the environment
+        raise ConfigError(f"{name}: {_text(error)}") from None
+    return ObjectTier(store, name, refresh)
 
 
 class ObjectTier:
@@ -156,15 +148,11 @@ class ObjectTier:
 
         def read(run: Run) -> list[int]:
             """Copy the values of a run to their buffers; return the numbers of those that turned out to be gone."""
-            data = self._fetch(run)
-            if data is None:
-                return [number for number, _ in run]
-            offset = run[0][1].offset
-            for number, place in run:
-                begin = place.offset - offset
-                buffers[number].cast("B")[:] = data[begin : begin + place.size]
-                headers[number] = place.header
-            return []
+            found = self._fetch(run)
+            for number, value in found.items():
+                buffers[number].cast("B")[:] = value.data
+                headers[number] = value.header
+            return [number for number, _ in run if number not in found]
 
         rest = list(range(len(keys)))
         while rest:  # another pack may have the values of one that is gone
@@ -210,14 +198,16 @@ class ObjectTier:
 
     # Packs.
 
-    def _fetch(self, run: Run) -> memoryview | None:
-        """Return the data of a run; None if its pack is gone, which is then forgotten. Raises Failed."""
+    def _fetch(self, run: Run) -> dict[int, Value]:
+        """Return the values of a run by number; none if its pack is gone, which is then forgotten. Raises Failed."""
         (_, first), (_, last) = run[0], run[-1]
         data = self._read(first.pack, first.offset, last.offset + last.size)
         if data is None:
             with self._lock:
                 self.counts["packs_gone"] += self._index.drop(first.pack)
-        return data
+            return {}
+        begins = {number: place.offset - first.offset for number, place in run}
+        return {n: Value(place.header, data[begins[n] : begins[n] + place.size]) for n, place in run}
 
     def _read(self, pack: str, begin: int, end: int) -> memoryview | None:
         """Return a range of bytes; None if the pack is not there, or shorter. Raises Failed."""
@@ -252,12 +242,10 @@ class ObjectTier:
         kept = [(key, place) for key, place in places.items() if key not in keys]
         values: dict[bytes, Value] = {}
         for run in runs(((number, place) for number, (_, place) in enumerate(kept)), LONGEST_READ):
-            data = self._fetch(run)
-            if data is None:
+            found = self._fetch(run)
+            if not found:
                 return
-            for number, place in run:
-                begin = place.offset - run[0][1].offset
-                values[kept[number][0]] = Value(place.header, data[begin : begin + place.size])
+            values |= {kept[number][0]: value for number, value in found.items()}
         if values:
             self._write(values)
         with self._lock:
