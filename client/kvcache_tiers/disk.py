@@ -15,6 +15,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from urllib.parse import unquote
 
@@ -93,8 +94,14 @@ class DiskTier:
         return [key in places for key in keys]
 
     def get(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[bytes | None]:
-        with self._reading():
+        with self._lock:
+            self._reads += 1
+        try:
             return [self._get(key, buffer) for key, buffer in zip(keys, buffers, strict=True)]
+        finally:
+            with self._lock:
+                self._reads -= 1
+                self._lock.notify_all()
 
     def put(self, keys: Sequence[bytes], values: Sequence[Value]) -> list[bool]:
         return [self._put(key, value) for key, value in zip(keys, values, strict=True)]
@@ -145,17 +152,6 @@ class DiskTier:
             return None
         finally:
             self._unpin(place)
-
-    @contextlib.contextmanager
-    def _reading(self) -> Iterator[None]:
-        with self._lock:
-            self._reads += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._reads -= 1
-                self._lock.notify_all()
 
     # Writes.
 
@@ -276,27 +272,23 @@ class DiskTier:
                 self._drop(oldest)
                 if self._grow(kind):
                     return
-        hand = self._hands.get(kind)
-        for _ in range((HOTTEST + 2) * sum(each.records for each in own)):
-            place = next(hand, None) if hand is not None else None
-            if place is None:  # once around, or never begun
-                hand = self._hands[kind] = self._around(kind)
-                continue
-            segment, record = place
+        hand = self._hands.setdefault(kind, self._around(kind))
+        for segment, record in islice(hand, (HOTTEST + 2) * sum(each.records for each in own)):
             if segment.number not in self._segments or record in segment.pins:
                 continue
             if segment.heat[record]:
                 segment.heat[record] -= 1
                 continue
             key = segment.key(record)
-            if self._places.get(key) == place:
+            if self._places.get(key) == (segment, record):
                 self._forget(key)
                 self.counts["evicted"] += 1
                 return
 
     def _around(self, kind: Kind) -> Iterator[Place]:
-        for segment in list(self._segments.values()):
-            if segment.kind == kind:
+        """Yield the places of a kind again and again."""
+        while segments := [each for each in self._segments.values() if each.kind == kind]:
+            for segment in segments:
                 for record in range(segment.records):
                     yield segment, record
 
