@@ -44,6 +44,10 @@ class Tier:
         return not self.off and self.session.connected
 
     @property
+    def off_because(self) -> str:
+        return "" if self.on else self.off or "disconnected"
+
+    @property
     def works(self) -> bool:
         """Whether it has jobs whose end it has not reported."""
         return bool(self.looks.sent or self.fetches.parts or self.writes.writing)
@@ -84,7 +88,7 @@ class Tier:
         """Return figures for `status`."""
         return status.Tier(
             name=self.name,
-            off=self.off or ("" if self.session.connected else "disconnected"),
+            off=self.off_because,
             writes_off=self.writes_off,
             removals_off=self.removals_off,
             writes=self.policy,

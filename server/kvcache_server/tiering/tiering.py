@@ -73,10 +73,25 @@ class Tiering:
             return 0, 0
         if chain:
             self._found_again(chain)
-        hits = len(chain)
+        hits, begin = len(chain), len(chain) + pending
         if hits == len(hashes):
             return 0, 0
-        return self._missed(session, group, hashes, hits, hits + pending, now)
+        wait = self._starts_in(now) if begin < len(hashes) else 0.0
+        for tier in self._on():
+            for first in {hits: None, begin: None}:  # blocks that others are writing may come from a tier
+                if first < len(hashes) and (fetch := tier.fetches.coming.get(hashes[first] + group.tag)) is not None:
+                    return tier.fetches.coming_after(group, hashes, first) - hits, _milliseconds(eta(fetch.due, now))
+            if begin == len(hashes):
+                continue  # other clients are writing all missing blocks
+            name = hashes[begin]
+            if not tier.knows(group, name, now):
+                parent = hashes[begin - 1] if begin else None
+                some = list(hashes[begin : begin + LONGEST])
+                tier.looks.ask(Looking(session.engine.name, group, parent, some, now))
+            if (answer := tier.looks.answers_in(name + group.tag, now)) is not None:
+                wait = answer
+                break  # the next tier is asked for blocks that this one lacks
+        return 0, _milliseconds(wait)
 
     def looked_up_with_tails(
         self,
@@ -94,9 +109,9 @@ class Tiering:
             return 0, 0
         if chain:
             self._found_again(chain)
-        for tier in self._tiers.values():
-            if tier.on and tier.policy != m.AHEAD:
-                _store(tier, [block for block in tails if not tier.writes.has(block)])
+        for tier in self._on():
+            if tier.policy != m.AHEAD:
+                _store(tier, tier.writes.lacking(tails))
         hashes = request.hashes[: _longest(group)]
         if hits >= len(hashes):
             return 0, 0
@@ -104,9 +119,7 @@ class Tiering:
         if fetches:
             return end - hits, _milliseconds(eta(max(fetch.due for _, fetch in fetches), now))
         name, wait = hashes[-1] + group.tag, self._starts_in(now)
-        for tier in self._tiers.values():
-            if not tier.on:
-                continue
+        for tier in self._on():
             if (
                 name not in tier.looks.asked
                 and not tier.looks.is_absent(name, now)
@@ -126,10 +139,9 @@ class Tiering:
 
         The engine has the first `start` blocks itself.
         """
-        bringing = [tier for tier in self._tiers.values() if tier.on and tier.fetches.coming]
+        bringing = [tier for tier in self._on() if tier.fetches.coming]
         if not bringing:
             return hits, []
-
         soon = partial(_here_or_coming, [tier.fetches.coming for tier in bringing])
         end = len(hashes)
         if group is not group.tails[0]:
@@ -142,12 +154,8 @@ class Tiering:
         needed = [(tail, hashes[max(start, end - tail.spec.needed(end)) : end]) for tail in group.tails]
         if group is not group.tails[0]:
             needed.append((group, hashes[hits : end + group.spec.followed]))
-        found = {}
-        for each, names in needed:
-            for name in names:
-                for tier in bringing:
-                    if (fetch := tier.fetches.coming.get(name + each.tag)) is not None:
-                        found[id(fetch)] = tier, fetch
+        tagged = [name + each.tag for each, names in needed for name in names]
+        found = {id(fetch): (t, fetch) for t in bringing for name in tagged if (fetch := t.fetches.coming.get(name))}
         return end, list(found.values())
 
     @staticmethod
@@ -200,32 +208,15 @@ class Tiering:
         after = tiers[tiers.index(tier) + 1 :]
         return next((each for each in after if each.on and not each.knows(group, name, now)), None)
 
-    def _found_again(self, chain: Sequence[Block]) -> None:
-        for tier in self._tiers.values():
-            if tier.on and tier.policy != m.AHEAD and not tier.writes.has(chain[-1]):
-                _store_chain(tier, chain)
+    def _on(self) -> list[Tier]:
+        return [tier for tier in self._tiers.values() if tier.on]
 
-    def _missed(
-        self, session: Session, group: Group, hashes: Sequence[bytes], hits: int, begin: int, now: float
-    ) -> tuple[int, int]:
-        wait = self._starts_in(now) if begin < len(hashes) else 0.0
-        for tier in self._tiers.values():
-            if not tier.on:
-                continue
-            for first in {hits: None, begin: None}:  # blocks that others are writing may come from a tier
-                if first < len(hashes) and (fetch := tier.fetches.coming.get(hashes[first] + group.tag)) is not None:
-                    return tier.fetches.coming_after(group, hashes, first) - hits, _milliseconds(eta(fetch.due, now))
-            if begin == len(hashes):
-                continue  # other clients are writing all missing blocks
-            name = hashes[begin]
-            if not tier.knows(group, name, now):
-                parent = hashes[begin - 1] if begin else None
-                some = list(hashes[begin : begin + LONGEST])
-                tier.looks.ask(Looking(session.engine.name, group, parent, some, now))
-            if (answer := tier.looks.answers_in(name + group.tag, now)) is not None:
-                wait = answer
-                break  # the next tier is asked for blocks that this one lacks
-        return 0, _milliseconds(wait)
+    def _found_again(self, chain: Sequence[Block]) -> None:
+        for tier in self._on():
+            if tier.policy != m.AHEAD and not tier.writes.has(chain[-1]):
+                # The first blocks that it lacks: the rest is of no use without them.
+                begin = bisect_left(chain, True, key=lambda block: not tier.writes.has(block))
+                tier.writes.store(tier.writes.lacking(chain[begin : begin + LOOK]))
 
     def _starts_in(self, now: float) -> float:
         """Return the seconds until tiers that are starting may have some of the missing blocks; 0 if there are none."""
@@ -249,7 +240,7 @@ class Tiering:
         begin = hits
         for tier in self._tiers.values():
             if not tier.on:
-                found.append(Said(tier.name, "off", begin, len(hashes) - begin, tier.off or "disconnected"))
+                found.append(Said(tier.name, "off", begin, len(hashes) - begin, tier.off_because))
                 continue
             fetch = tier.fetches.coming.get(hashes[begin] + group.tag)
             if fetch is not None:
@@ -286,7 +277,7 @@ class Tiering:
         end, fetches = self._on_their_way(group, hashes, hits, start)
         for tier in self._tiers.values():
             if not tier.on:
-                found.append(Said(tier.name, "off", hits, missed, tier.off or "disconnected"))
+                found.append(Said(tier.name, "off", hits, missed, tier.off_because))
             elif any(each is tier for each, _ in fetches):
                 found.append(Said(tier.name, "coming", hits, end - hits))
             elif fetches:
@@ -305,16 +296,13 @@ class Tiering:
         if not self._tiers:
             return
         for change in changes:
-            match change:
-                case Shown():
-                    self._stored(change.blocks)
-                case SessionGone() if change.session in self._tiers:
-                    tier = self._tiers.pop(change.session)
-                    self._turn_off(tier, "gone")
-                    self._cache.do_later(tier.writes.forget_marks)
-                    self._listen()
-                case _:
-                    pass
+            if isinstance(change, Shown):
+                self._stored(change.blocks)
+            elif isinstance(change, SessionGone) and change.session in self._tiers:
+                tier = self._tiers.pop(change.session)
+                self._turn_off(tier, "gone")
+                self._cache.do_later(tier.writes.forget_marks)
+                self._listen()
 
     def _stored(self, blocks: Sequence[Block]) -> None:
         for tier in self._tiers.values():
@@ -323,14 +311,14 @@ class Tiering:
                 if block.account.engine == name:
                     tier.writes.mark(block)
             if tier.policy != m.AHEAD and tier.on:
-                lacking = [block for block in blocks if not tier.writes.has(block) and block.parent is not None]
+                lacking = [block for block in tier.writes.lacking(blocks) if block.parent is not None]
                 if tier.policy == m.SECOND:  # computed again after eviction or refusal, or as most are
                     lacking = [each for each in lacking if each.tick & CLASS_MASK or self._likely(each.account)]
                 _store(tier, _with_ancestors(tier, lacking))
 
     def will_store(self, account: Account, cls: int) -> bool:
         """Whether a tier gets a block of class `cls` that an account stores, even if it is not requested again."""
-        policies = {tier.policy for tier in self._tiers.values() if tier.on and tier.keeps_up}
+        policies = {tier.policy for tier in self._on() if tier.keeps_up}
         return m.THROUGH in policies or (m.SECOND in policies and (cls > 0 or self._likely(account)))
 
     def _likely(self, account: Account) -> bool:
@@ -519,7 +507,7 @@ class Tiering:
 
     def hanging(self, now: float) -> list[str]:
         """Turn off connected tiers that no longer ask for work or finish any, and return their names."""
-        found = [tier for tier in self._tiers.values() if tier.on and now - tier.active_at > HANGING]
+        found = [tier for tier in self._on() if now - tier.active_at > HANGING]
         for tier in found:
             self._turn_off(tier, "hanging")
         return [tier.name for tier in found]
@@ -578,12 +566,6 @@ def _milliseconds(seconds: float) -> int:
 
 def _has_or_gets(group: Group, found: set[bytes], name: bytes) -> bool:
     return name + group.tag in found or group.has_soon(name)
-
-
-def _store_chain(tier: Tier, chain: Sequence[Block]) -> None:
-    """Let the tier store the first blocks that it lacks: the rest is of no use without them."""
-    begin = bisect_left(chain, True, key=lambda block: not tier.writes.has(block))
-    tier.writes.store([block for block in chain[begin : begin + LOOK] if not tier.writes.has(block)])
 
 
 def _with_ancestors(tier: Tier, blocks: Sequence[Block]) -> Sequence[Block]:
