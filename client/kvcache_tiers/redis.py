@@ -96,15 +96,14 @@ class RedisTier:
             firsts[number] = self._take_first(replies, views[number])
 
         self._read([self._name(key) for key in keys], take)
-        for number in self._get_rest(keys, firsts, views):
-            self.counts["lost_parts"] += 1
-            first, firsts[number] = firsts[number], None
-            if first is not None:  # else `contains` would find it, and no tier would put it again
-                try:
-                    self._unlink([(keys[number], first.parts)])
-                except Failed:
-                    self.counts["parts_left"] += 1
-        return [first and first.header for first in firsts]
+        missing = self._get_rest(keys, firsts, views)
+        if missing:  # `contains` would find them, and no tier would put them again
+            self.counts["lost_parts"] += len(missing)
+            try:
+                self._unlink([(keys[at], first.parts) for at, first in enumerate(firsts) if first and at in missing])
+            except Failed:
+                self.counts["parts_left"] += len(missing)
+        return [first.header if first and at not in missing else None for at, first in enumerate(firsts)]
 
     def remove(self, keys: Sequence[bytes]) -> None:
         parts = [1] * len(keys)

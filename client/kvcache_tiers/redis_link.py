@@ -214,7 +214,9 @@ class Link:
         try:
             for _ in range(2):  # again if a node of a cluster had to give away slots
                 if todo and self._outdated:
-                    self._learn_slots()
+                    self._outdated = False
+                    if self._cluster is not None:
+                        self._cluster.nodes_manager.initialize()
                 for pool, numbers in self._by_pool(commands, todo):
                     self._exchange(pool, commands, numbers, lines, take)
                 todo = [number for number in todo if lines[number].startswith(b"-MOVED")]
@@ -268,11 +270,6 @@ class Link:
             node = self._cluster.get_node_from_key(commands[number][1])
             found.setdefault(self._cluster.get_redis_connection(node).connection_pool, []).append(number)
         return list(found.items())
-
-    def _learn_slots(self) -> None:
-        self._outdated = False
-        if self._cluster is not None:
-            self._cluster.nodes_manager.initialize()
 
     def _exchange(
         self, pool: Any, commands: Sequence[Command], numbers: list[int], lines: list[bytes], take: Take | None
