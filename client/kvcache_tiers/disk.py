@@ -162,10 +162,13 @@ class DiskTier:
                 return True
             if key in self._writing:
                 return False
-            place = self._place(kind)
-            if place is None:
+            free = self._free.setdefault(kind, [])
+            if not free and not self._grow(kind):
+                self._make_room(kind)
+            if not free:
                 self.counts["no_room"] += 1
                 return False
+            place = free.pop()
             self._pin(place)
             self._writing.add(key)
             self._lock.wait_for(lambda: not self._reads, YIELD)  # a request waits for each of them
@@ -221,13 +224,6 @@ class DiskTier:
             buffer = self._local.buffer = mmap.mmap(-1, size)
         return memoryview(buffer)[:size]
 
-    def _place(self, kind: Kind) -> Place | None:
-        """Return a place for a value: a free one, one in a new segment, or that of a value that gives way."""
-        free = self._free.setdefault(kind, [])
-        if not free and not self._grow(kind):
-            self._make_room(kind)
-        return free.pop() if free else None
-
     def _grow(self, kind: Kind) -> bool:
         """Make another segment, a small one if the disk has no room for more. Raises Failed."""
         if not kind.plausible(LEAST_RECORDS):  # it would not be found again
@@ -261,6 +257,7 @@ class DiskTier:
         return False
 
     def _make_room(self, kind: Kind) -> None:
+        """Free a place: remove a segment of another kind that was used longest ago, or else a value of this kind."""
         if self._size < LEAST_RECORDS * kind.room:
             return
         own = [segment for segment in self._segments.values() if segment.kind == kind]

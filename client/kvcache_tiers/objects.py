@@ -37,6 +37,7 @@ from kvcache_tiers.packs import (
     MOST_DATA,
     MOST_HEAD,
     Index,
+    K,
     Run,
     first_name,
     head_bytes,
@@ -146,7 +147,7 @@ class ObjectTier:
     def get(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[bytes | None]:
         headers: list[bytes | None] = [None] * len(keys)
 
-        def read(run: Run) -> list[int]:
+        def read(run: Run[int]) -> list[int]:
             """Copy the values of a run to their buffers; return the numbers of those that turned out to be gone."""
             found = self._fetch(run)
             for number, value in found.items():
@@ -198,16 +199,19 @@ class ObjectTier:
 
     # Packs.
 
-    def _fetch(self, run: Run) -> dict[int, Value]:
-        """Return the values of a run by number; none if its pack is gone, which is then forgotten. Raises Failed."""
+    def _fetch(self, run: Run[K]) -> dict[K, Value]:
+        """Return the values of a run; none if its pack is gone, which is then forgotten. Raises Failed."""
         (_, first), (_, last) = run[0], run[-1]
         data = self._read(first.pack, first.offset, last.offset + last.size)
         if data is None:
             with self._lock:
                 self.counts["packs_gone"] += self._index.drop(first.pack)
             return {}
-        begins = {number: place.offset - first.offset for number, place in run}
-        return {n: Value(place.header, data[begins[n] : begins[n] + place.size]) for n, place in run}
+        rest = data  # the values follow one another without a gap
+        found = {}
+        for name, place in run:
+            found[name], rest = Value(place.header, rest[: place.size]), rest[place.size :]
+        return found
 
     def _read(self, pack: str, begin: int, end: int) -> memoryview | None:
         """Return a range of bytes; None if the pack is not there, or shorter. Raises Failed."""
@@ -238,14 +242,13 @@ class ObjectTier:
 
     def _write_without(self, pack: str, keys: set[bytes]) -> None:
         with self._lock:
-            places = self._index.values(pack)
-        kept = [(key, place) for key, place in places.items() if key not in keys]
+            kept = {key: place for key, place in self._index.values(pack).items() if key not in keys}
         values: dict[bytes, Value] = {}
-        for run in runs(((number, place) for number, (_, place) in enumerate(kept)), LONGEST_READ):
+        for run in runs(kept.items(), LONGEST_READ):
             found = self._fetch(run)
             if not found:
                 return
-            values |= {kept[number][0]: value for number, value in found.items()}
+            values |= found
         if values:
             self._write(values)
         with self._lock:

@@ -87,9 +87,8 @@ class TierProcess:
                         self._work()
             return 0
         finally:
-            self._looker.shutdown(cancel_futures=True)
-            self._readers.shutdown(cancel_futures=True)
-            self._writers.shutdown(cancel_futures=True)
+            for pool in (self._looker, self._readers, self._writers):
+                pool.shutdown(cancel_futures=True)
             if self._backend is not None:
                 self._backend.close()
             self._session.close()

@@ -122,9 +122,9 @@ class Looks:
         if looking.joint is None or not looking.joint.left:
             del self.asked[looking.name]
 
-    def answer(self, number: int, flags: bytes, now: float) -> tuple[Looking, int] | None:
-        """Take an answer. Return the question, and the number of blocks before the first missing one; 0 if it is part
-        of a joint one, and None for an unknown number."""
+    def answer(self, number: int, flags: bytes, now: float) -> Looking | None:
+        """Enter an answer into the question's inquiry or joint question. Return the question; None for an unknown
+        number."""
         looking = self.sent.pop(number, None)
         if looking is None:
             return None
@@ -136,12 +136,13 @@ class Looks:
             there = {name + group.tag for name, flag in zip(hashes, flags, strict=False) if flag}
             self._counts["blocks_found"] += len(there)
             joint.found |= there
-            return looking, 0
+            return looking
         blocks = leading(flags, len(hashes))
         self._counts["blocks_found"] += blocks
         if blocks < len(hashes):
             self.lacks(hashes[blocks] + group.tag, now)
-        return looking, blocks
+        looking.inquiry.answered, looking.inquiry.found, looking.inquiry.at = True, blocks, now
+        return looking
 
     def lacks(self, tagged: bytes, now: float) -> None:
         """Do not ask for this block for a while."""

@@ -378,13 +378,13 @@ class Tiering:
         unknown = 0
         tier.heard_at = now
         for number, flags in request.found:
-            found = tier.found(number, flags, now)
-            if found is None:
+            looking = tier.found(number, flags, now)
+            if looking is None:
                 unknown += 1
-            elif (joint := found[0].joint) is None:
-                self._ask_next(tier, *found, now)
-            elif not joint.left:
-                self._found_jointly(tier, joint, found[0].engine, now)
+            elif looking.joint is None:
+                self._ask_next(tier, looking, now)
+            elif not looking.joint.left:
+                self._found_jointly(tier, looking.joint, looking.engine, now)
         for number, flags in request.brought:
             unknown += not tier.fetches.brought(number, flags, now)
         failed: list[Block] = []
@@ -401,13 +401,11 @@ class Tiering:
         if request.off:
             self._turn_off(tier, request.off)
 
-    def _ask_next(self, tier: Tier, looking: Looking, blocks: int, now: float) -> None:
+    def _ask_next(self, tier: Tier, looking: Looking, now: float) -> None:
         """Ask the next tier for the blocks that this one lacks."""
-        if blocks == len(looking.hashes):
-            return
-        rest = looking.hashes[blocks:]
-        parent = looking.hashes[blocks - 1] if blocks else looking.parent
-        if (other := self._next(tier, looking.group, rest[0], now)) is not None:
+        blocks = looking.inquiry.found
+        rest, parent = looking.hashes[blocks:], looking.hashes[blocks - 1] if blocks else looking.parent
+        if rest and (other := self._next(tier, looking.group, rest[0], now)) is not None:
             following = Looking(looking.engine, looking.group, parent, rest, now)
             if other.looks.ask(following):
                 looking.inquiry.then = following.inquiry
