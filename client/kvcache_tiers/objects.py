@@ -31,23 +31,9 @@ from obstore.exceptions import BaseError
 from obstore.store import AzureStore, GCSStore, S3Store
 
 from kvcache_proto.errors import ConfigError
+from kvcache_tiers import packs
 from kvcache_tiers.backend import Failed, Value
-from kvcache_tiers.packs import (
-    LEAST_HEAD,
-    MOST_DATA,
-    MOST_HEAD,
-    Index,
-    K,
-    Run,
-    first_name,
-    head_bytes,
-    make_head,
-    make_name,
-    read_head,
-    row_bytes,
-    runs,
-    written_at,
-)
+from kvcache_tiers.packs import K, Run
 from kvcache_tiers.urls import options, seconds, shown, split_url
 
 if TYPE_CHECKING:
@@ -118,7 +104,7 @@ def open_tier(url: str, region: memoryview) -> ObjectTier:
 class ObjectTier:
     """Counters: `counts`, by name. `len` is the number of values that are known."""
 
-    batch_bytes = MOST_DATA
+    batch_bytes = packs.MOST_DATA
 
     def __init__(self, store: Store, name: str, refresh: float) -> None:
         """Read the heads of all packs. `name` appears in errors; `refresh` is in seconds. Raises Failed."""
@@ -126,7 +112,7 @@ class ObjectTier:
         self._store, self._name = store, name
         self._lock = threading.Lock()  # of the index, the ignored packs and the counters
         self._removing = threading.Lock()
-        self._index = Index()
+        self._index = packs.Index()
         self._ignored: set[str] = set()
         self._newest = 0  # milliseconds since 1970
         self._look(0)
@@ -160,19 +146,19 @@ class ObjectTier:
             with self._lock:
                 places = [(number, self._index.find(keys[number])) for number in rest]
             wanted = [(n, place) for n, place in places if place is not None and place.size == buffers[n].nbytes]
-            rest = [number for gone in _all(self._readers, read, runs(wanted, LONGEST_READ)) for number in gone]
+            rest = [number for gone in _all(self._readers, read, packs.runs(wanted, LONGEST_READ)) for number in gone]
         return headers
 
     def put(self, keys: Sequence[bytes], values: Sequence[Value]) -> list[bool]:
         with self._lock:
             new = {key: value for key, value in zip(keys, values, strict=True) if key not in self._index}
         pack: dict[bytes, Value] = {}
-        head, size = LEAST_HEAD, 0
+        head, size = packs.LEAST_HEAD, 0
         for key, value in new.items():
-            row, length = row_bytes(key, value.header), value.data.nbytes
-            if pack and (head + row > MOST_HEAD or size + length > self.batch_bytes):
+            row, length = packs.row_bytes(key, value.header), value.data.nbytes
+            if pack and (head + row > packs.MOST_HEAD or size + length > self.batch_bytes):
                 self._write(pack)
-                pack, head, size = {}, LEAST_HEAD, 0
+                pack, head, size = {}, packs.LEAST_HEAD, 0
             pack[key], head, size = value, head + row, size + length
         if pack:
             self._write(pack)
@@ -185,8 +171,8 @@ class ObjectTier:
         """
         with self._removing:
             with self._lock:
-                packs = self._index.packs_with(keys)
-            for pack in packs:
+                found = self._index.packs_with(keys)
+            for pack in found:
                 self._write_without(pack, set(keys))
 
     def lost(self) -> str:
@@ -224,8 +210,8 @@ class ObjectTier:
 
     def _write(self, values: dict[bytes, Value]) -> None:
         """Write a pack. Raises Failed."""
-        head = make_head((key, value.header, value.data.nbytes) for key, value in values.items())
-        pack = make_name(time.time_ns() // 1_000_000, head, secrets.randbits(64))
+        head = packs.make_head((key, value.header, value.data.nbytes) for key, value in values.items())
+        pack = packs.make_name(time.time_ns() // 1_000_000, head, secrets.randbits(64))
         size = len(head) + sum(value.data.nbytes for value in values.values())
         with self._call():
             self._store.put(
@@ -235,7 +221,7 @@ class ObjectTier:
                 chunk_size=PART,
                 max_concurrency=self.batch_bytes // PART,
             )
-        places = read_head(pack, head, size)
+        places = packs.read_head(pack, head, size)
         assert places is not None
         with self._lock:
             self._index.add(pack, places)
@@ -244,7 +230,7 @@ class ObjectTier:
         with self._lock:
             kept = {key: place for key, place in self._index.values(pack).items() if key not in keys}
         values: dict[bytes, Value] = {}
-        for run in runs(kept.items(), LONGEST_READ):
+        for run in packs.runs(kept.items(), LONGEST_READ):
             found = self._fetch(run)
             if not found:
                 return
@@ -288,14 +274,14 @@ class ObjectTier:
         with self._lock:
             known = list(self._index.packs)
         listed = self._list(since)
-        gone = [pack for pack in known if pack >= first_name(since) and pack not in listed]
+        gone = [pack for pack in known if pack >= packs.first_name(since) and pack not in listed]
         with self._lock:
             self.counts["packs_gone"] += sum(self._index.drop(pack) for pack in gone)
             new = [pack for pack in listed if pack not in self._index.packs and pack not in self._ignored]
         with ThreadPoolExecutor(FINDERS, "kvcache-packs") as finders:
             for begin in range(0, len(new), AT_ONCE):
                 _all(finders, lambda pack: self._add(pack, listed[pack]), new[begin : begin + AT_ONCE])
-        newest = max(map(written_at, listed), default=0)
+        newest = max(map(packs.written_at, listed), default=0)
         self._newest = min(newest, time.time_ns() // 1_000_000)  # a clock may be fast
 
     def _list(self, since: int) -> dict[str, int]:
@@ -303,10 +289,10 @@ class ObjectTier:
         listed: dict[str, int] = {}
 
         async def collect() -> None:
-            async for page in self._store.list(FOLDER, offset=f"{FOLDER}/{first_name(since)}", chunk_size=1000):
+            async for page in self._store.list(FOLDER, offset=f"{FOLDER}/{packs.first_name(since)}", chunk_size=1000):
                 for each in page:
                     name = each["path"].removeprefix(f"{FOLDER}/")
-                    if head_bytes(name) is not None:
+                    if packs.head_bytes(name) is not None:
                         listed[name] = each["size"]
                 if len(listed) > MOST_PACKS:
                     raise Failed(f"{self._name}: there are more than {MOST_PACKS:,} packs")
@@ -320,12 +306,12 @@ class ObjectTier:
 
     def _add(self, pack: str, size: int) -> None:
         """Add a pack of `size` bytes to the index, unless it is not whole. Raises Failed."""
-        length = head_bytes(pack)
+        length = packs.head_bytes(pack)
         assert length is not None
         head = self._read(pack, 0, length) if length <= size else b""
         if head is None:
             return  # it is already gone
-        places = read_head(pack, bytes(head), size)
+        places = packs.read_head(pack, bytes(head), size)
         with self._lock:
             if places is None:
                 self._ignored.add(pack)
