@@ -23,7 +23,7 @@ import numpy as np
 
 from kvcache_proto.errors import ConfigError, NotPermitted
 from kvcache_proto.sizes import parse_size
-from kvcache_tiers.backend import Failed, Value
+from kvcache_tiers.backend import Backend, Failed, Value
 from kvcache_tiers.folder import Folder
 from kvcache_tiers.segments import LAST_NUMBER, LEAST_RECORDS, MOST_BYTES, PAGE, Kind, Segment, names_of, numbers
 from kvcache_tiers.urls import options, shown, split_url
@@ -50,7 +50,7 @@ def open_tier(url: str, region: memoryview) -> DiskTier:
     return DiskTier(Path(unquote(split.path)), parse_size(given["size"]), direct == "on")
 
 
-class DiskTier:
+class DiskTier(Backend):
     """Counters: `counts`, by name."""
 
     batch_bytes = 8 << 20

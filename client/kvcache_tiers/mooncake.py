@@ -39,7 +39,7 @@ import xxhash
 
 from kvcache_proto.errors import ConfigError
 from kvcache_proto.sizes import parse_size
-from kvcache_tiers.backend import Failed, Value
+from kvcache_tiers.backend import Backend, Failed, Value
 from kvcache_tiers.urls import options, seconds, shown, split_url
 
 PORT = 50051  # the master's own default
@@ -151,7 +151,7 @@ def environment(timeout: float) -> dict[str, str]:
     }
 
 
-class MooncakeTier:
+class MooncakeTier(Backend):
     """Counters: `counts`, by name. `store` is the library's client.
 
     A call raises Failed while the master does not answer, and works again when it does: the library reconnects. A
@@ -221,9 +221,6 @@ class MooncakeTier:
         # By force, since a value that was read or looked for is protected for 10 s.
         for code in self._call("batch_remove", keys, True):
             self._count(code, 0, _NOT_FOUND)
-
-    def lost(self) -> str:
-        return ""
 
     def close(self) -> None:
         if self.store.close():

@@ -32,7 +32,7 @@ from obstore.store import AzureStore, GCSStore, S3Store
 
 from kvcache_proto.errors import ConfigError
 from kvcache_tiers import packs
-from kvcache_tiers.backend import Failed, Value
+from kvcache_tiers.backend import Backend, Failed, Value
 from kvcache_tiers.packs import K, Run
 from kvcache_tiers.urls import options, seconds, shown, split_url
 
@@ -101,7 +101,7 @@ def open_tier(url: str, region: memoryview) -> ObjectTier:
     return ObjectTier(store, name, refresh)
 
 
-class ObjectTier:
+class ObjectTier(Backend):
     """Counters: `counts`, by name. `len` is the number of values that are known."""
 
     batch_bytes = packs.MOST_DATA
@@ -174,9 +174,6 @@ class ObjectTier:
                 found = self._index.packs_with(keys)
             for pack in found:
                 self._write_without(pack, set(keys))
-
-    def lost(self) -> str:
-        return ""
 
     def close(self) -> None:
         self._closing.set()

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from itertools import islice
 from typing import NamedTuple
 
-from kvcache_tiers.backend import MAX_HEADER, Failed, Value
+from kvcache_tiers.backend import MAX_HEADER, Backend, Failed, Value
 from kvcache_tiers.redis_link import MOVING, NO_ROOM, WRONG_TYPE, Command, Link, Replies, Take
 from kvcache_tiers.redis_settings import LEAST_VALUE, Settings, read_url
 
@@ -50,7 +50,7 @@ class _First(NamedTuple):
         return self.start[_START.size :]
 
 
-class RedisTier:
+class RedisTier(Backend):
     """Counters: `counts`, by name."""
 
     batch_bytes = 8 << 20
@@ -98,16 +98,16 @@ class RedisTier:
 
         self._read([self._name(key) for key in keys], take)
         missing = self._get_rest(keys, firsts, views)
-        if missing:  # `contains` would find them, and no tier would put them again
+        if missing:
             self.counts["lost_parts"] += len(missing)
-            try:
+            try:  # else `contains` would find them, and no tier would put them again
                 self.remove([keys[number] for number in missing])
             except Failed:
                 self.counts["parts_left"] += len(missing)
         return [first.header if first and at not in missing else None for at, first in enumerate(firsts)]
 
     def remove(self, keys: Sequence[bytes]) -> None:
-        """The first part is removed first: a value that is not whole should not seem to exist."""
+        """Remove all parts, the first one first: a value that is not whole should not seem to exist."""
         self._run([(b"UNLINK", self._name(key)) for key in keys])
         for begin in range(1, MOST_PARTS, PARTS_REMOVED):
             parts = [(key, self._name(key, part)) for key in keys for part in range(begin, begin + PARTS_REMOVED)]
@@ -115,9 +115,6 @@ class RedisTier:
             keys = list({key for (key, _), line in zip(parts, lines, strict=True) if line == b":1"})
             if not keys:
                 return
-
-    def lost(self) -> str:
-        return ""
 
     def close(self) -> None:
         self._link.close()
