@@ -75,32 +75,28 @@ def read_url(url: str) -> Settings:
         raise ConfigError(f"the URL of a unix tier names no socket; the forms are {FORMS}")
     hosts = () if on_socket else tuple(_host(each, split) for each in where.split(","))
     given = options(split, "db", "cluster", "sentinel", *_FILES, "ttl", "max_value", "timeout", "prefix")
-    name, tls = shown(split), split.scheme == "rediss"
-    cluster, sentinel = given.get("cluster", "off") == "on", given.get("sentinel", "")
-    if not cluster and given.get("cluster", "off") != "off":
-        raise ConfigError(f"{name}: cluster is on or off")
-    if on_socket and (sentinel or cluster):
-        raise ConfigError(f"{name}: sentinels and clusters are reached by hosts, not by a socket")
-    if sentinel and cluster:
-        raise ConfigError(f"{name}: a cluster has no sentinels")
-    if len(hosts) > 1 and not (sentinel or cluster):
-        raise ConfigError(f"{name}: several hosts need ?cluster=on or ?sentinel=NAME")
-    if "db" in given and not on_socket:
-        raise ConfigError(f"{name}: the database stands after the host, as in redis://host/1")
+    tls, cluster, sentinel = split.scheme == "rediss", given.get("cluster", "off"), given.get("sentinel", "")
     database = (given.get("db") if on_socket else split.path.strip("/")) or "0"
-    if not re.fullmatch("[0-9]{1,9}", database):
-        raise ConfigError(f"{name}: the database is a number")
-    if int(database) and cluster:
-        raise ConfigError(f"{name}: a cluster has no databases")
     files = {each: given.get(each, "") for each in _FILES}
-    for each in filter(None, files.values()):
-        if not tls:
-            raise ConfigError(f"{name}: ca, cert and key are for rediss://")
-        if not Path(each).is_file():
-            raise ConfigError(f"{name}: there is no file {each}")
+    lacking = [each for each in files.values() if each and not Path(each).is_file()]
     max_value = parse_size(given["max_value"]) if "max_value" in given else Settings.max_value
-    if not LEAST_VALUE <= max_value <= MOST_VALUE:
-        raise ConfigError(f"{name}: max_value is {format_size(LEAST_VALUE)} to {format_size(MOST_VALUE)}")
+    for is_wrong, why in (
+        (cluster not in ("on", "off"), "cluster is on or off"),
+        (on_socket and (sentinel or cluster == "on"), "sentinels and clusters are reached by hosts, not by a socket"),
+        (sentinel and cluster == "on", "a cluster has no sentinels"),
+        (len(hosts) > 1 and not sentinel and cluster != "on", "several hosts need ?cluster=on or ?sentinel=NAME"),
+        ("db" in given and not on_socket, "the database stands after the host, as in redis://host/1"),
+        (not re.fullmatch("[0-9]{1,9}", database), "the database is a number"),
+        (database.strip("0") and cluster == "on", "a cluster has no databases"),
+        (any(files.values()) and not tls, "ca, cert and key are for rediss://"),
+        (lacking, f"there is no file {', '.join(lacking)}"),
+        (
+            not LEAST_VALUE <= max_value <= MOST_VALUE,
+            f"max_value is {format_size(LEAST_VALUE)} to {format_size(MOST_VALUE)}",
+        ),
+    ):
+        if is_wrong:
+            raise ConfigError(f"{shown(split)}: {why}")
     return Settings(
         hosts=hosts,
         path=unquote(split.path) if on_socket else "",
@@ -110,7 +106,7 @@ def read_url(url: str) -> Settings:
         sentinel_password=os.environ.get(SENTINEL_PASSWORD, ""),
         tls=tls,
         **files,
-        cluster=cluster,
+        cluster=cluster == "on",
         sentinel=sentinel,
         ttl=seconds(split, "ttl", given.get("ttl") or str(Settings.ttl), int, 0, 10**9),
         max_value=max_value,
