@@ -77,7 +77,9 @@ class Tiering:
         if hits == len(hashes):
             return 0, 0
         wait = self._starts_in(now) if begin < len(hashes) else 0.0
-        for tier in self._on():
+        for tier in self._tiers.values():
+            if not tier.on:
+                continue
             for first in {hits: None, begin: None}:  # blocks that others are writing may come from a tier
                 if first < len(hashes) and (fetch := tier.fetches.coming.get(hashes[first] + group.tag)) is not None:
                     return tier.fetches.coming_after(group, hashes, first) - hits, _milliseconds(eta(fetch.due, now))
@@ -212,8 +214,8 @@ class Tiering:
         return [tier for tier in self._tiers.values() if tier.on]
 
     def _found_again(self, chain: Sequence[Block]) -> None:
-        for tier in self._on():
-            if tier.policy != m.AHEAD and not tier.writes.has(chain[-1]):
+        for tier in self._tiers.values():
+            if tier.on and tier.policy != m.AHEAD and not tier.writes.has(chain[-1]):
                 # The first blocks that it lacks: the rest is of no use without them.
                 begin = bisect_left(chain, True, key=lambda block: not tier.writes.has(block))
                 tier.writes.store(tier.writes.lacking(chain[begin : begin + LOOK]))
