@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Sequence
 from itertools import islice
 
 import msgspec
@@ -91,28 +90,19 @@ class Looks:
         asked = self.asked.get(tagged)
         return eta((now if asked is None else asked.at) + 2 * self.latency, now)
 
-    def ask(self, looking: Looking) -> bool:
+    def ask(self, *questions: Looking) -> bool:
         """Ask for blocks about which the tier was not asked yet; return False if too many questions are open."""
-        blocks = len(looking.hashes)
-        if len(self) >= MOST_LOOKS or self._blocks + blocks > MOST_LOOKED_UP:
+        blocks = sum(len(each.hashes) for each in questions)
+        if len(self) + len(questions) > MOST_LOOKS or self._blocks + blocks > MOST_LOOKED_UP:
             self._counts["looks_dropped"] += 1
             return False
         self._blocks += blocks
-        self.waiting.append(looking)
-        self.asked[looking.name] = looking
-        looking.inquiry.tier, looking.inquiry.asked = self._tier, blocks
-        self._counts["looks"] += 1
+        self._counts["looks"] += len(questions)
+        self.waiting += questions
+        for looking in questions:
+            self.asked[looking.name] = looking
+            looking.inquiry.tier, looking.inquiry.asked = self._tier, len(looking.hashes)
         return True
-
-    def ask_jointly(self, joint: Joint, engine: str, parts: Sequence[tuple[Group, list[bytes]]], now: float) -> None:
-        """Ask for the blocks that a lookup in a namespace with tails needs and each group lacks."""
-        blocks = sum(len(hashes) for _, hashes in parts)
-        if len(self) + len(parts) > MOST_LOOKS or self._blocks + blocks > MOST_LOOKED_UP:
-            self._counts["looks_dropped"] += 1
-            return
-        joint.left = len(parts)
-        for group, hashes in parts:
-            self.ask(Looking(engine, group, None, hashes, now, joint=joint))
 
     def forget(self, looking: Looking) -> None:
         """Note that a question, no longer waiting, has an answer or needs none."""

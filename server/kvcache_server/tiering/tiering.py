@@ -163,22 +163,23 @@ class Tiering:
     @staticmethod
     def _ask_jointly(tier: Tier, engine: str, group: Group, hashes: list[bytes], start: int, now: float) -> bool:
         """Ask a tier for the blocks of all groups that are not cached; return whether any are missing."""
-        parts = []
+        lacking = [(tail, [name for name in hashes[start:] if not tail.has_soon(name)]) for tail in group.tails]
         if group is not group.tails[0]:
             cached = len(group.prefix(hashes))
-            parts.append((group, hashes[cached + group.pending_after(hashes, cached) :]))
-        for tail in group.tails:
-            parts.append((tail, [name for name in hashes[start:] if not tail.has_soon(name)]))
-        if parts := [part for part in parts if part[1]]:
-            tier.looks.ask_jointly(Joint(hashes[-1] + group.tag, group, hashes, start, set()), engine, parts, now)
-        return bool(parts)
+            lacking.insert(0, (group, hashes[cached + group.pending_after(hashes, cached) :]))
+        joint = Joint(hashes[-1] + group.tag, group, hashes, start, set())
+        questions = [Looking(engine, each, None, names, now, joint=joint) for each, names in lacking if names]
+        joint.left = len(questions)
+        if questions:
+            tier.looks.ask(*questions)
+        return bool(questions)
 
     def _found_jointly(self, tier: Tier, joint: Joint, engine: str, now: float) -> None:
         """Bring the blocks that an engine needs to continue as far as possible, and ask the next tier for more."""
         group, hashes = joint.group, joint.hashes
         if self._namespace(group) is None:
             return
-        tails, most, cached = group.tails, len(hashes), 0
+        tails, most, cached, coming = group.tails, len(hashes), 0, tier.fetches.coming
         if group is not tails[0]:
             cached = len(group.prefix(hashes))
             cached += group.pending_after(hashes, cached)
@@ -194,10 +195,9 @@ class Tiering:
                 rest = hashes[cached : end + group.spec.followed]
                 tier.fetches.fetch(Looking(engine, group, parent, rest, now), rest, now)
             for tail in tails:
-                wanted = hashes[max(joint.start, end - tail.spec.needed(end)) : end]
-                if wanted := [
-                    each for each in wanted if not (tail.has_soon(each) or each + tail.tag in tier.fetches.coming)
-                ]:
+                needed = hashes[max(joint.start, end - tail.spec.needed(end)) : end]
+                wanted = [each for each in needed if not tail.has_soon(each) and each + tail.tag not in coming]
+                if wanted:
                     tier.fetches.fetch(Looking(engine, tail, None, wanted, now), wanted, now)
         if end < len(hashes):
             tier.looks.lacks(joint.name, now)
