@@ -228,16 +228,15 @@ class Tiering:
         self, group: Group, hashes: Sequence[bytes], hits: int, pending: int, now: float, start: int = 0
     ) -> tuple[Said, ...]:
         """Return the reports of tiers about the blocks that a lookup has just missed. O(misses)."""
-        found = self._said(group, hashes, hits, pending, now, start)
-        if self._starts_in(now):
-            found += tuple(Said(name, "starting", hits, len(hashes) - hits) for name in sorted(self._starting))
-        return found
-
-    def _said(
-        self, group: Group, hashes: Sequence[bytes], hits: int, pending: int, now: float, start: int
-    ) -> tuple[Said, ...]:
         if group.tails:
-            return self._said_with_tails(group, hashes, hits, now, start)
+            found = self._said_with_tails(group, hashes, hits, now, start)
+        else:
+            found = self._said(group, hashes, hits, pending, now)
+        if self._starts_in(now):
+            found += [Said(name, "starting", hits, len(hashes) - hits) for name in sorted(self._starting)]
+        return tuple(found)
+
+    def _said(self, group: Group, hashes: Sequence[bytes], hits: int, pending: int, now: float) -> list[Said]:
         found: list[Said] = []
         begin = hits
         for tier in self._tiers.values():
@@ -265,16 +264,14 @@ class Tiering:
                 found.append(Said(tier.name, absent(tier.writes_off), begin, len(hashes) - begin, tier.writes_off))
             elif fetch is None:
                 found.append(Said(tier.name, "not_asked", begin, len(hashes) - begin))
-        return tuple(found)
+        return found
 
-    def _said_with_tails(
-        self, group: Group, hashes: Sequence[bytes], hits: int, now: float, start: int
-    ) -> tuple[Said, ...]:
+    def _said_with_tails(self, group: Group, hashes: Sequence[bytes], hits: int, now: float, start: int) -> list[Said]:
         """The same in a namespace with tails, in which a question is for all groups; later answers do not change it."""
         hashes = hashes[: _longest(group)]
         found: list[Said] = []
         if hits >= len(hashes):
-            return ()
+            return found
         name, missed = hashes[-1] + group.tag, len(hashes) - hits
         end, fetches = self._on_their_way(group, hashes, hits, start)
         for tier in self._tiers.values():
@@ -291,7 +288,7 @@ class Tiering:
                 known = tier.looks.is_absent(name, now)
                 cause, said = (absent(tier.writes_off), tier.writes_off) if known else ("not_asked", "")
                 found.append(Said(tier.name, cause, hits, missed, said))
-        return tuple(found)
+        return found
 
     def follow(self, changes: Iterable[Change]) -> None:
         """Take up changes that the core has reported."""
@@ -320,7 +317,7 @@ class Tiering:
 
     def will_store(self, account: Account, cls: int) -> bool:
         """Whether a tier gets a block of class `cls` that an account stores, even if it is not requested again."""
-        policies = {tier.policy for tier in self._on() if tier.keeps_up}
+        policies = {tier.policy for tier in self._tiers.values() if tier.on and tier.keeps_up}
         return m.THROUGH in policies or (m.SECOND in policies and (cls > 0 or self._likely(account)))
 
     def _likely(self, account: Account) -> bool:
