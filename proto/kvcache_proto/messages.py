@@ -1,11 +1,13 @@
 """The messages, in the order in which an engine uses them. PROTOCOL.md is the normative text.
 
-Every request over ZeroMQ begins with `id`, which the client chooses and the reply repeats, and with `token`, from the
-handshake. A field is never removed or moved; a new one goes last and has a default.
+The tag of a message is its class's name in lower case. A field is never removed or moved; a new one goes last and has
+a default.
 """
 
 from __future__ import annotations
 
+from functools import reduce
+from operator import or_
 from typing import Annotated, Any
 
 import msgspec
@@ -24,11 +26,7 @@ from kvcache_proto.types import (
 
 PROTOCOL_VERSION = 3
 OLDEST_VERSION = 3
-SPOKEN = (
-    f"protocol {PROTOCOL_VERSION}"
-    if OLDEST_VERSION == PROTOCOL_VERSION
-    else (f"protocol {OLDEST_VERSION} to {PROTOCOL_VERSION}")
-)
+SPOKEN = f"protocol {OLDEST_VERSION}" + (f" to {PROTOCOL_VERSION}" if PROTOCOL_VERSION > OLDEST_VERSION else "")
 
 Name = Annotated[str, msgspec.Meta(max_length=MAX_NAME)]  # the daemon remembers it, so it is bounded when it is read
 Most = msgspec.Meta(max_length=MAX_HASHES)  # reading the millions that fit into a frame would block the daemon
@@ -46,7 +44,7 @@ Hashes = Annotated[list[bytes], msgspec.Meta(max_length=2 * MAX_HASHES)]
 # The handshake: one Hello, one Welcome or Error, then silence until one side ends.
 
 
-class Hello(msgspec.Struct, tag="hello", array_like=True, frozen=True):
+class Hello(msgspec.Struct, tag=str.lower, array_like=True, frozen=True):
     version: int
     engine: str
     label: str = ""
@@ -55,7 +53,7 @@ class Hello(msgspec.Struct, tag="hello", array_like=True, frozen=True):
     secret: bytes = b""
 
 
-class Welcome(msgspec.Struct, tag="welcome", array_like=True, frozen=True):
+class Welcome(msgspec.Struct, tag=str.lower, array_like=True, frozen=True):
     version: int
     session: int
     token: bytes
@@ -70,28 +68,31 @@ class Welcome(msgspec.Struct, tag="welcome", array_like=True, frozen=True):
 # Requests.
 
 
-class Attach(msgspec.Struct, tag="attach", array_like=True):
+class Request(msgspec.Struct, tag=str.lower, array_like=True):
+    """The client chooses `id`, which the reply repeats; `token` is from the handshake."""
+
+    id: int
+    token: bytes
+
+
+class Attach(Request):
     """Join a namespace as the writer and reader of `shards`; a scheduler joins with none.
 
     `ceiling_bytes` limits what this engine's saves may occupy; 0 leaves the limit unchanged.
     """
 
-    id: int
-    token: bytes
     spec: NamespaceSpec
     shards: Shards = ()
     ceiling_bytes: int = 0
 
 
-class Detach(msgspec.Struct, tag="detach", array_like=True):
+class Detach(Request):
     """Leave a namespace. It has no reply. Reads and writes in progress continue."""
 
-    id: int
-    token: bytes
     namespace: int
 
 
-class Acquire(msgspec.Struct, tag="acquire", array_like=True):
+class Acquire(Request):
     """Look up the longest cached prefix of `hashes`; with `pin`, take a lease; with `verify`, also return checksums.
 
     In a namespace with tails, a lookup of group 0 is for all groups: the longest prefix after which the engine can
@@ -101,8 +102,6 @@ class Acquire(msgspec.Struct, tag="acquire", array_like=True):
     whether its hashes contain a salt. A lookup without a name is not remembered.
     """
 
-    id: int
-    token: bytes
     namespace: int
     hashes: Hashes
     group: int = 0
@@ -114,11 +113,9 @@ class Acquire(msgspec.Struct, tag="acquire", array_like=True):
     start: int = 0
 
 
-class Release(msgspec.Struct, tag="release", array_like=True):
+class Release(Request):
     """End leases. It has no reply; an unknown lease is counted and ignored."""
 
-    id: int
-    token: bytes
     leases: Annotated[list[int], Most]
 
 
@@ -134,17 +131,15 @@ class Run(msgspec.Struct, array_like=True):
     group: int = 0
 
 
-class Reserve(msgspec.Struct, tag="reserve", array_like=True):
+class Reserve(Request):
     """Reserve space to write runs of blocks: one reservation for all requests of an engine's step."""
 
-    id: int
-    token: bytes
     namespace: int
     runs: Annotated[list[Run], msgspec.Meta(max_length=MAX_BLOCKS)]
     group: int = 0
 
 
-class Settle(msgspec.Struct, tag="settle", array_like=True):
+class Settle(Request):
     """Report the outcome of `shards` of the granted blocks at `positions`; no positions means all of them.
 
     `outcome` is an Outcome. A writer settles its own shards. The session that reserved may settle any shard as
@@ -154,8 +149,6 @@ class Settle(msgspec.Struct, tag="settle", array_like=True):
     computed none.
     """
 
-    id: int
-    token: bytes
     region: bytes
     reservation: int
     shards: Shards
@@ -164,14 +157,12 @@ class Settle(msgspec.Struct, tag="settle", array_like=True):
     sums: bytes = b""
 
 
-class Distrust(msgspec.Struct, tag="distrust", array_like=True):
+class Distrust(Request):
     """Report that the blocks in `slots` (concatenated references) do not contain the stored bytes.
 
     `finding` is a Finding. The blocks and all their descendants are forgotten.
     """
 
-    id: int
-    token: bytes
     region: bytes
     slots: bytes
     shard: int
@@ -190,25 +181,21 @@ class Note(msgspec.Struct, array_like=True):
     hashes: Hashes = []
 
 
-class Remark(msgspec.Struct, tag="remark", array_like=True):
+class Remark(Request):
     """Notes on requests, for a later `Why`. It has no reply; invalid notes are counted."""
 
-    id: int
-    token: bytes
     namespace: int
     notes: Annotated[list[Note], msgspec.Meta(max_length=MAX_NOTES)]
     group: int = 0
 
 
-class Retain(msgspec.Struct, tag="retain", array_like=True):
+class Retain(Request):
     """Keep `hashes`, a chain from its root on, from being evicted for `seconds`, within the engine's quota.
 
     Blocks that are not cached yet are kept once they are. Blocks that do not fit are refused. `request` is the engine's
     name for the request, for a later `Why`.
     """
 
-    id: int
-    token: bytes
     namespace: int
     hashes: Hashes
     seconds: float
@@ -216,14 +203,12 @@ class Retain(msgspec.Struct, tag="retain", array_like=True):
     request: Name = ""
 
 
-class Drop(msgspec.Struct, tag="drop", array_like=True):
+class Drop(Request):
     """Report that the end of the chain `hashes` is not needed again: its blocks that are not shared are evicted first.
 
     The first `after` blocks stay as they are.
     """
 
-    id: int
-    token: bytes
     namespace: int
     hashes: Hashes
     after: int = 0
@@ -231,112 +216,90 @@ class Drop(msgspec.Struct, tag="drop", array_like=True):
     request: Name = ""
 
 
-class Pin(msgspec.Struct, tag="pin", array_like=True):
+class Pin(Request):
     """For operators: keep `hashes`, a chain from its root on, until `Unpin`. `namespace` is an id."""
 
-    id: int
-    token: bytes
     namespace: str
     hashes: Hashes
     group: int = 0
     label: Name = ""
 
 
-class Unpin(msgspec.Struct, tag="unpin", array_like=True):
+class Unpin(Request):
     """For operators: end the pin with that number, or all pins if it is 0."""
 
-    id: int
-    token: bytes
     pin: int = 0
 
 
-class Chain(msgspec.Struct, tag="chain", array_like=True):
+class Chain(Request):
     """For operators: ask for the hashes of a request's prompt, or of the cached chain that ends in a block.
 
     Either `request` is the name of a request, or a part that no other name contains; or `hash` is a block's hash, or
     its last bytes, at least 8. `namespace` is an id, "" for any. It has lower priority, as Stats has.
     """
 
-    id: int
-    token: bytes
     request: Name = ""
     hash: Annotated[bytes, msgspec.Meta(max_length=MAX_HASH_BYTES)] = b""
     namespace: str = ""
 
 
-class Ping(msgspec.Struct, tag="ping", array_like=True):
-    id: int
-    token: bytes
+class Ping(Request):
+    """Ask for a Pong."""
 
 
-class Stats(msgspec.Struct, tag="stats", array_like=True):
+class Stats(Request):
     """Ask for the daemon's figures. It has lower priority: Unavailable if another such request of the session waits."""
 
-    id: int
-    token: bytes
 
-
-class Clear(msgspec.Struct, tag="clear", array_like=True):
+class Clear(Request):
     """Forget every READY, unleased block of one namespace, or of all if `namespace` is empty."""
 
-    id: int
-    token: bytes
     namespace: str = ""
 
 
-class Restate(msgspec.Struct, tag="restate", array_like=True):
+class Restate(Request):
     """Report the leases that a resumed session still holds, and the reservations that it received.
 
     `leases` are [lease, reference of its last block, followed by those of its tails' blocks]; `heard` is the highest
     reservation that the session received. Later ones are given back.
     """
 
-    id: int
-    token: bytes
     heard: int
     leases: Annotated[list[tuple[int, bytes]], Most] = []
 
 
-class Fence(msgspec.Struct, tag="fence", array_like=True):
+class Fence(Request):
     """End a session whose process is alive but does not reconnect. The operator asserts that it never writes again."""
 
-    id: int
-    token: bytes
     session: int
 
 
-class Tell(msgspec.Struct, tag="tell", array_like=True):
+class Tell(Request):
     """Report the state of the client. It has no reply.
 
     `breaker` is a Breaker; `counts` has the client's counts, by name, since its last report.
     """
 
-    id: int
-    token: bytes
     breaker: int
     counts: Annotated[dict[str, int], msgspec.Meta(max_length=2 * MAX_NAMES)] = {}
 
 
-class Why(msgspec.Struct, tag="why", array_like=True):
+class Why(Request):
     """Ask why a request had no hit. `request` is its name, or a part that no other name contains.
 
     It has lower priority, as Stats has.
     """
 
-    id: int
-    token: bytes
     request: Name
 
 
-class Watch(msgspec.Struct, tag="watch", array_like=True):
+class Watch(Request):
     """Ask for the lookups from number `since` on; 0 means from now on. They are kept only while a client asks."""
 
-    id: int
-    token: bytes
     since: int = 0
 
 
-class Work(msgspec.Struct, tag="work", array_like=True):
+class Work(Request):
     """Ask for work as the tier `tier`: answered by Jobs once there is some, or after half a second.
 
     Only sessions of the daemon's own user may be tiers. `batch_bytes` is the tier's preferred size of a write; `writes`
@@ -345,8 +308,6 @@ class Work(msgspec.Struct, tag="work", array_like=True):
     stay there.
     """
 
-    id: int
-    token: bytes
     tier: Name
     batch_bytes: int
     writes: Name = "second"
@@ -354,7 +315,7 @@ class Work(msgspec.Struct, tag="work", array_like=True):
     removals_off: Name = ""
 
 
-class Worked(msgspec.Struct, tag="worked", array_like=True):
+class Worked(Request):
     """Report the outcomes of jobs, by their numbers. It has no reply; unknown numbers are counted.
 
     Each answer has a byte per block of its job: in `found` it is 1 if the tier has the block of a Look, in `brought` if
@@ -363,8 +324,6 @@ class Worked(msgspec.Struct, tag="worked", array_like=True):
     the next Work, which may be late.
     """
 
-    id: int
-    token: bytes
     found: Outcomes = []
     brought: Outcomes = []
     written: Outcomes = []
@@ -375,12 +334,17 @@ class Worked(msgspec.Struct, tag="worked", array_like=True):
 # Replies.
 
 
-class Attached(msgspec.Struct, tag="attached", array_like=True):
+class Reply(msgspec.Struct, tag=str.lower, array_like=True):
+    """`id` is that of the request."""
+
     id: int
+
+
+class Attached(Reply):
     namespace: int
 
 
-class Acquired(msgspec.Struct, tag="acquired", array_like=True):
+class Acquired(Reply):
     """`hits` is the number of blocks found from the first hash on, `slots` has their references.
 
     In a namespace with tails, `slots` has the references of group 0, if that is no tail itself, and then, tail after
@@ -397,7 +361,6 @@ class Acquired(msgspec.Struct, tag="acquired", array_like=True):
     the blocks for that; 0 if there is no such number.
     """
 
-    id: int
     lease: int
     hits: int
     pending: int
@@ -409,74 +372,66 @@ class Acquired(msgspec.Struct, tag="acquired", array_like=True):
     junction: int = 0
 
 
-class Reserved(msgspec.Struct, tag="reserved", array_like=True):
+class Reserved(Reply):
     """`answers` has one Refusal per hash, run after run; `slots` has the references of the granted blocks, in order.
 
     `reservation` is 0 if nothing was granted.
     """
 
-    id: int
     reservation: int
     answers: bytes
     slots: bytes
 
 
-class Settled(msgspec.Struct, tag="settled", array_like=True):
+class Settled(Reply):
     """One Verdict per settled block, in the order of the positions."""
 
-    id: int
     verdicts: bytes
 
 
-class Distrusted(msgspec.Struct, tag="distrusted", array_like=True):
+class Distrusted(Reply):
     """`blocks` is the number of forgotten blocks; `writers` has the (engine, session) per slot that stored the shard.
 
     It is ("", 0) if the slot held another block by then.
     """
 
-    id: int
     blocks: int
     writers: list[tuple[str, int]]
 
 
-class Retained(msgspec.Struct, tag="retained", array_like=True):
+class Retained(Reply):
     """`blocks` of the chain are kept from now on; `refused` is the reason that no more of the cached ones are, "" if
     all are."""
 
-    id: int
     blocks: int
     refused: str = ""
 
 
-class Dropped(msgspec.Struct, tag="dropped", array_like=True):
+class Dropped(Reply):
     """`blocks` are evicted before all others."""
 
-    id: int
     blocks: int
 
 
-class Pinned(msgspec.Struct, tag="pinned", array_like=True):
+class Pinned(Reply):
     """`pin` is the number of the pin; `blocks` of its chain are cached, and kept from now on."""
 
-    id: int
     pin: int
     blocks: int
 
 
-class Unpinned(msgspec.Struct, tag="unpinned", array_like=True):
+class Unpinned(Reply):
     """`pins` is the number of ended pins."""
 
-    id: int
     pins: int
 
 
-class Chained(msgspec.Struct, tag="chained", array_like=True):
+class Chained(Reply):
     """`matches` are the names of the requests, or the namespaces of the blocks, that were meant, at most ten.
 
     If there is exactly one, the other fields describe it: `cached` of its `hashes` are cached.
     """
 
-    id: int
     matches: list[str]
     namespace: str = ""
     model: str = ""
@@ -486,38 +441,33 @@ class Chained(msgspec.Struct, tag="chained", array_like=True):
     hashes: list[bytes] = []
 
 
-class Pong(msgspec.Struct, tag="pong", array_like=True):
-    id: int
+class Pong(Reply):
+    """The answer to Ping."""
 
 
-class Report(msgspec.Struct, tag="report", array_like=True):
-    id: int
+class Report(Reply):
     stats: dict[str, Any]
 
 
-class Cleared(msgspec.Struct, tag="cleared", array_like=True):
-    id: int
+class Cleared(Reply):
     blocks: int
 
 
-class Restated(msgspec.Struct, tag="restated", array_like=True):
+class Restated(Reply):
     """`lost` are the leases that could not be restored."""
 
-    id: int
     lost: list[int] = []
 
 
-class Fenced(msgspec.Struct, tag="fenced", array_like=True):
+class Fenced(Reply):
     """`reservations` is the number of the session's reservations given up; their slots are in quarantine."""
 
-    id: int
     reservations: int
 
 
-class Explained(msgspec.Struct, tag="explained", array_like=True):
+class Explained(Reply):
     """For people and programs. Keys may be added, and are never removed."""
 
-    id: int
     answer: dict[str, Any]
 
 
@@ -535,10 +485,9 @@ class Seen(msgspec.Struct, array_like=True):
     hashes: list[bytes]
 
 
-class Watched(msgspec.Struct, tag="watched", array_like=True):
+class Watched(Reply):
     """`next` is the next value for `since`; `lost` lookups before these could not be kept; `more` are available."""
 
-    id: int
     next: int
     lost: int
     more: bool
@@ -578,24 +527,22 @@ class WriteOut(msgspec.Struct, array_like=True):
     sums: bytes
 
 
-class Jobs(msgspec.Struct, tag="jobs", array_like=True):
+class Jobs(Reply):
     """Work for a tier; `specs` are those of the jobs' namespaces that it has not attached."""
 
-    id: int
     specs: list[NamespaceSpec] = []
     looks: list[Look] = []
     brings: list[Bring] = []
     writes: list[WriteOut] = []
 
 
-class Error(msgspec.Struct, tag="error", array_like=True):
+class Error(Reply):
     """`code` names a class of errors.py; `id` is 0 if the request could not be read.
 
     Both sides log the message, which may contain names chosen by other clients. So it is turned into one line of
     printable text, both when it is sent and when it is received.
     """
 
-    id: int
     code: str
     message: str
 
@@ -603,50 +550,6 @@ class Error(msgspec.Struct, tag="error", array_like=True):
         self.code, self.message = escaped(self.code), escaped(self.message)
 
 
-Request = (
-    Attach
-    | Detach
-    | Acquire
-    | Release
-    | Reserve
-    | Settle
-    | Distrust
-    | Ping
-    | Stats
-    | Clear
-    | Restate
-    | Fence
-    | Tell
-    | Remark
-    | Why
-    | Watch
-    | Retain
-    | Drop
-    | Pin
-    | Unpin
-    | Chain
-    | Work
-    | Worked
-)
-Reply = (
-    Attached
-    | Acquired
-    | Reserved
-    | Settled
-    | Distrusted
-    | Pong
-    | Report
-    | Cleared
-    | Restated
-    | Fenced
-    | Explained
-    | Watched
-    | Retained
-    | Dropped
-    | Pinned
-    | Unpinned
-    | Chained
-    | Jobs
-    | Error
-)
 DoorMessage = Hello | Welcome | Error
+REQUESTS: Any = reduce(or_, Request.__subclasses__())  # for decoders: a message's tag selects its class
+REPLIES: Any = reduce(or_, Reply.__subclasses__())

@@ -217,7 +217,7 @@ def test_a_cut_frame_is_a_bad_frame(decode: Decode, message: Any, frame: str) ->
 
 
 def test_every_message_is_in_the_table() -> None:
-    kinds = {*msgspec_union(messages.Request), *msgspec_union(messages.Reply), *msgspec_union(messages.DoorMessage)}
+    kinds = {*msgspec_union(messages.REQUESTS), *msgspec_union(messages.REPLIES), *msgspec_union(messages.DoorMessage)}
     assert {type(message) for _, message, _ in TABLE} == kinds
 
 

@@ -18,13 +18,9 @@ from kvcache_proto.errors import ServerError
 class CopyError(ServerError):
     """The device or its driver lacks something that copies need."""
 
-    code = "copy_error"
-
 
 class Unsupported(CopyError):
     """A kind of memory that this version cannot copy from."""
-
-    code = "unsupported"
 
 
 class Memory(Protocol):

@@ -15,7 +15,7 @@ from typing import TypeVar
 
 from kvcache_client.session import forks
 from kvcache_client.session.breaker import CircuitBreaker
-from kvcache_client.session.channel import Handler, Numbered
+from kvcache_client.session.channel import Handler
 from kvcache_client.session.connection import Connection
 from kvcache_client.session.counters import Counters
 from kvcache_proto import messages as m
@@ -71,7 +71,7 @@ class Daemon:
 
     # Requests.
 
-    def call(self, connection: Connection | None, request: Numbered, late: Handler) -> m.Reply | None:
+    def call(self, connection: Connection | None, request: m.Request, late: Handler) -> m.Reply | None:
         """Send and return the reply, or None if there is none within the deadline; `late` gets it then."""
         if connection is None or connection is not self.connection:
             return None
@@ -84,7 +84,7 @@ class Daemon:
         return reply
 
     def post(
-        self, connection: Connection | None, request: Numbered, stale: str, handler: Handler | None = None
+        self, connection: Connection | None, request: m.Request, stale: str, handler: Handler | None = None
     ) -> bool:
         """Send without waiting, and return whether it was sent.
 
@@ -97,7 +97,7 @@ class Daemon:
         return posted
 
     def ask(
-        self, request: Numbered, kind: type[T], connection: Connection | None = None, heard: Handler | None = None
+        self, request: m.Request, kind: type[T], connection: Connection | None = None, heard: Handler | None = None
     ) -> T:
         """Send and return the reply: off the fast path, where the caller may wait while other threads go on.
 
@@ -119,7 +119,7 @@ class Daemon:
             raise Unavailable(f"the daemon at {self.endpoint} did not answer within {self.connect_timeout:g} s")
         return reply
 
-    def _wait(self, connection: Connection, request: Numbered, heard: Handler) -> m.Reply | None:
+    def _wait(self, connection: Connection, request: m.Request, heard: Handler) -> m.Reply | None:
         replies: queue.SimpleQueue[m.Reply | None] = queue.SimpleQueue()
 
         def answer(reply: m.Reply | None) -> None:

@@ -6,7 +6,7 @@ import functools
 import logging
 from collections.abc import Callable, Sequence
 
-from kvcache_client.session.channel import Channel, Numbered
+from kvcache_client.session.channel import Channel
 from kvcache_client.session.connection import Connection
 from kvcache_client.session.daemon import LOST, Daemon
 from kvcache_client.session.lease import Lease
@@ -30,6 +30,7 @@ from kvcache_proto.messages import (
     Release,
     Remark,
     Reply,
+    Request,
     Reserve,
     Reserved,
     Retain,
@@ -385,7 +386,7 @@ class Namespace:
             lambda number: Drop(0, b"", number, _listed(hashes), after, group, request[:MAX_NAME]), answered
         )
 
-    def _say(self, message: Callable[[int], Numbered], answered: Callable[[Reply | None], None]) -> bool:
+    def _say(self, message: Callable[[int], Request], answered: Callable[[Reply | None], None]) -> bool:
         """Send a hint, made for the daemon's number of this namespace."""
         connection, number = self._joined()
         if connection is None:
