@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import TracebackType
-
 from kvcache_client.session.connection import Connection
 from kvcache_client.session.daemon import Daemon
 from kvcache_client.session.slots import Parts, Slot, unpack_slots
@@ -33,12 +31,6 @@ class Lease:
         sums: if requested, a checksum per shard of each slot, SUM_BYTES each, 0 for none.
         region_id: the region that the slots lie in; b"" if there are none.
     """
-
-    __slots__ = (
-        *("_connection", "_daemon", "_slots"),
-        *("coming", "eta", "failed", "hits", "id", "junction", "packed", "parts", "pending", "region_id", "sums"),
-        "withheld",
-    )
 
     def __init__(
         self,
@@ -77,9 +69,7 @@ class Lease:
     def __enter__(self) -> Lease:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *failure: object) -> None:
         self.release()
 
     def __repr__(self) -> str:

@@ -29,22 +29,6 @@ class Reservation:
         failed: whether the daemon did not answer.
     """
 
-    __slots__ = (
-        "_connection",
-        "_open",
-        "_parts",
-        "_settlements",
-        "_shards",
-        "_slots",
-        "answers",
-        "failed",
-        "granted",
-        "id",
-        "packed",
-        "refused",
-        "region_id",
-    )
-
     def __init__(
         self,
         settlements: Settlements,
@@ -85,7 +69,6 @@ class Reservation:
         """
         if not self.id:
             return []
-        self._settlements.check_process()
         chosen = chosen_shards(shards, self._shards)
         self._open = False
         return self._settlements.commit(self._connection, self.id, chosen)

@@ -26,10 +26,6 @@ class Settlements:
         self._daemon = daemon
         self._paying = threading.Lock()
 
-    def check_process(self) -> None:
-        """Raise ClientError in a forked child."""
-        self._daemon.check_process()
-
     def settle(
         self,
         connection: Connection | None,
@@ -55,6 +51,7 @@ class Settlements:
         Empty if the daemon does not answer in time: then the commit is on its way. Raises the daemon's refusals.
         """
         daemon = self._daemon
+        daemon.check_process()
         request = _settlement(connection, reservation, Outcome.COMMITTED, (), shards)
         if connection is None or connection is not daemon.connection or not daemon.up:
             # It must not be lost with a slow or absent daemon: it is sent anyway, without waiting.

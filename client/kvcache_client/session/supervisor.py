@@ -15,9 +15,8 @@ import zmq
 
 from kvcache_client.session.bell import Bell
 from kvcache_client.session.breaker import Backoff
-from kvcache_client.session.connection import Connection
+from kvcache_client.session.connection import Connection, Dialer
 from kvcache_client.session.daemon import Daemon
-from kvcache_client.session.dialer import Dialer
 from kvcache_client.session.namespace import Namespace
 from kvcache_client.session.region import Region
 from kvcache_client.session.settlements import Settlements
@@ -112,6 +111,8 @@ class Supervisor:
             self._thread.join()
         self.leave("closed")
         self._give_up_suspended()
+        self._dialer.close()
+        self._bell.close()
 
     # The thread.
 
@@ -141,12 +142,11 @@ class Supervisor:
         channel.watched = False  # before looking whether it is busy: a post in between rings the bell
         channel.watched = watched = channel.busy
         probe_at = daemon.breaker.probe_at
-        timeout = daemon.deadline if watched else self._telemetry.seconds_left()
+        timeout, now = daemon.deadline if watched else self._telemetry.seconds_left(), time.monotonic()
         if self._refused():
-            until = max(0.0, self._asked_at + ASK_AGAIN - time.monotonic())
-            timeout = min(timeout, until)
+            timeout = min(timeout, max(0.0, self._asked_at + ASK_AGAIN - now))
         if probe_at is not None:
-            timeout = max(0.0, probe_at - time.monotonic())
+            timeout = max(0.0, probe_at - now)
         door = connection.door
         ready = self._bell.wait([door.connection, *([channel.descriptor] if watched else [])], timeout)
         if door.connection in ready and not door.still_open():
@@ -158,7 +158,9 @@ class Supervisor:
                 channel.pump(GLIMPSE)  # a running call receives for us: the door must not wait for its end
             now = time.monotonic()
             if now >= self._asked_at + ASK_AGAIN and daemon.breaker.probe_at is None:
-                self._ask_again(connection, now)
+                self._asked_at = now
+                for namespace in self._refused():
+                    namespace.join_later(connection)
             if channel.overdue(now, daemon.deadline):
                 daemon.missed("an answer is overdue")
             if daemon.breaker.probe_due(now):
@@ -170,12 +172,6 @@ class Supervisor:
         It takes no lock: a call that waits for an answer holds it.
         """
         return [namespace for namespace in list(self._namespaces) if namespace.refused]
-
-    def _ask_again(self, connection: Connection, now: float) -> None:
-        """Request refused namespaces again."""
-        self._asked_at = now
-        for namespace in self._refused():
-            namespace.join_later(connection)
 
     # Coming and going. On the thread, but for the first time and the last.
 
