@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from kvcache_client.devices.layout import FragmentRun
+from kvcache_client.devices.layout import Fragment
 from kvcache_client.spans import Runs
 from kvcache_proto.errors import ServerError
 
@@ -169,7 +169,7 @@ class Device(Protocol):
 
 
 def open_device(
-    kind: str, runs: Sequence[FragmentRun], num_blocks: int, keep: Sequence[Any] = (), ends: Sequence[int] = ()
+    kind: str, fragments: Sequence[Fragment], num_blocks: int, keep: Sequence[Any] = (), ends: Sequence[int] = ()
 ) -> Device:
     """Return the device for tensors on `kind`, such as "cpu". `keep` is referenced as long as the device exists: the
     tensors. `ends` are the ends of a block's sections in its slot, if it has any.
@@ -180,15 +180,15 @@ def open_device(
     if kind == "cpu":
         from kvcache_client.devices.cpu import CpuDevice
 
-        return CpuDevice(runs, num_blocks, keep, ends)
+        return CpuDevice(fragments, num_blocks, keep, ends)
     if kind == "cuda":
         from kvcache_client.devices.cuda import open_cuda
 
-        return open_cuda(runs, num_blocks, keep, ends)
+        return open_cuda(fragments, num_blocks, keep, ends)
     if kind == "npu":
         from kvcache_client.devices.npu import open_npu
 
-        return open_npu(runs, num_blocks, keep, ends)
+        return open_npu(fragments, num_blocks, keep, ends)
     raise Unsupported(f"KV cache on {kind!r}: this version copies only from 'cpu', 'cuda' and 'npu'")
 
 

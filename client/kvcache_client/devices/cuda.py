@@ -14,7 +14,7 @@ import torch
 from kvcache_client.devices import CopyError, Unsupported
 from kvcache_client.devices.cuda_driver import Driver
 from kvcache_client.devices.cuda_kernels import CudaPacker, find_compiler
-from kvcache_client.devices.layout import FragmentRun, Section, sections, single
+from kvcache_client.devices.layout import Fragment, Section, sections
 from kvcache_client.devices.paths import Path, Staged, Straight
 from kvcache_client.devices.runtime import Handle
 from kvcache_client.devices.streams import Paths, StreamDevice
@@ -26,14 +26,14 @@ _SMALLEST_STAGE = 1 << 20
 
 
 def open_cuda(
-    runs: Sequence[FragmentRun], num_blocks: int, keep: Sequence[Any], ends: Sequence[int] = ()
+    fragments: Sequence[Fragment], num_blocks: int, keep: Sequence[Any], ends: Sequence[int] = ()
 ) -> StreamDevice:
     """Return the device of the tensors `keep`. Raises the errors of `open_device`."""
     if torch.version.hip is not None:
         raise Unsupported("KV cache on ROCm: this version copies only from 'cpu' and NVIDIA's 'cuda'")
     tuning = read_tuning()
     device = keep[0].device
-    parts = sections(single(runs), ends)
+    parts = sections(fragments, ends)
     _, slot, fragments = parts[0]
     with torch.cuda.device(device):
         torch.cuda.synchronize()  # makes the context, if there is none yet

@@ -33,17 +33,6 @@ class Fragment(NamedTuple):
     bytes: int
 
 
-class FragmentRun(NamedTuple):
-    """`number` fragments of one size, `step` bytes apart on the device, contiguous in the slot from `offset` on."""
-
-    pointer: int
-    stride: int
-    bytes: int
-    number: int
-    step: int
-    offset: int
-
-
 class Section(NamedTuple):
     """Part of a block that is copied by itself: the KV of some layers, `bytes` of its slot from `begin` on."""
 
@@ -214,26 +203,4 @@ def sections(fragments: Sequence[Fragment], ends: Sequence[int]) -> list[Section
             at += size
         found.append(Section(begin, end - begin, inside))
         begin = end
-    return found
-
-
-def single(runs: Sequence[FragmentRun]) -> list[Fragment]:
-    """Return the fragments of `runs`, in the order of the slot."""
-    return [Fragment(run.pointer + at * run.step, run.stride, run.bytes) for run in runs for at in range(run.number)]
-
-
-def runs(fragments: Sequence[Fragment]) -> list[FragmentRun]:
-    """Return the fragments as a few evenly spaced runs: one copy call copies a run."""
-    found: list[FragmentRun] = []
-    offset = 0
-    for fragment in fragments:
-        last = found[-1] if found else None
-        if last and (last.stride, last.bytes) == (fragment.stride, fragment.bytes):
-            step = fragment.pointer - (last.pointer + (last.number - 1) * last.step)
-            if step > 0 and (last.number == 1 or step == last.step):
-                found[-1] = last._replace(number=last.number + 1, step=step)
-                offset += fragment.bytes
-                continue
-        found.append(FragmentRun(fragment.pointer, fragment.stride, fragment.bytes, 1, 0, offset))
-        offset += fragment.bytes
     return found

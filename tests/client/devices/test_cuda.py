@@ -140,7 +140,7 @@ def test_where_device_memory_is_short_the_stage_is_smaller_or_none(
     torch.cuda.set_per_process_memory_fraction(room / torch.cuda.get_device_properties(0).total_memory)
     try:
         caplog.clear()
-        bench.device = open_device("cuda", bench.runs, BLOCKS, bench.tensors)
+        bench.device = open_device("cuda", bench.fragments, BLOCKS, bench.tensors)
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
     try:
