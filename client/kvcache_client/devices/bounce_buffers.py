@@ -8,11 +8,9 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterator
 
-import numpy as np
-
 from kvcache_client.devices import Job
-from kvcache_client.devices.paths import Blocks, Path
-from kvcache_client.devices.runtime import Addresses, Handle, Runtime
+from kvcache_client.devices.paths import Blocks, Path, rows
+from kvcache_client.devices.runtime import Handle, Runtime
 from kvcache_client.spans import Spans
 
 
@@ -35,7 +33,7 @@ class BounceBuffers:
             for blocks, offsets, buffer, event in self._parts(job):
                 if job.cancelled:
                     break
-                self._path.move(blocks, _slots(buffer, len(blocks), self._slot), _whole)
+                self._path.move(blocks, rows(buffer, len(blocks), self._slot), _whole)
                 self._path.finish(event)
                 if filling is not None:
                     self._empty(job, *filling)
@@ -58,7 +56,7 @@ class BounceBuffers:
                     for place, part in job.pieces(offset + begin, size):
                         ctypes.memmove(into, base + place, part)
                         into += part
-                self._path.move(blocks, _slots(buffer - begin, len(blocks), size), _whole, job.section)
+                self._path.move(blocks, rows(buffer - begin, len(blocks), size), _whole, job.section)
                 self._path.record(event)
         except BaseException:
             self._path.synchronize()
@@ -82,10 +80,6 @@ class BounceBuffers:
             for place, part in job.pieces(offset, self._slot):
                 ctypes.memmove(job.region.address + place, out_of, part)
                 out_of += part
-
-
-def _slots(first: int, count: int, size: int) -> Addresses:
-    return np.uint64(first) + np.arange(count, dtype=np.uint64) * np.uint64(size)
 
 
 def _whole(spans: Spans) -> Spans:

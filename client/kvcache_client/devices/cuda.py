@@ -57,8 +57,7 @@ def open_cuda(
     def make_path(saves: bool) -> Path:
         if packer is None:
             return Straight(driver, parts, saves)
-        two = buffers[:2] if saves else buffers[2:]
-        return Staged(driver, packer, two, size, parts, saves)
+        return Staged(driver, packer, buffers[:2] if saves else buffers[2:], size, parts, saves)
 
     def close() -> None:
         if packer is not None:

@@ -101,19 +101,17 @@ class StreamDevice:
             self._runtime.wait(self._compute(), event)
 
     def adopt(self, registration: Registration) -> None:
-        """Take over memory that was page-locked before this was made. No job may be running."""
-        before, self._registration = self._registration, registration
-        for queue in (self._saves, self._loads):
-            queue.use(registration)
-        before.close()
+        self._use(registration, owned=True)
 
     def share(self, owner: StreamDevice) -> None:
-        before, self._registration = self._registration, owner._registration
-        for queue in (self._saves, self._loads):
-            queue.use(self._registration)
+        self._use(owner._registration, owned=False)
+
+    def _use(self, registration: Registration, owned: bool) -> None:
         if self._owns_registration:
-            self._owns_registration = False
-            before.close()
+            self._registration.close()
+        self._registration, self._owns_registration = registration, owned
+        for queue in (self._saves, self._loads):
+            queue.use(registration)
 
     def enter_step(self) -> None:
         self._stepping = True
