@@ -24,23 +24,16 @@ class Unsupported(CopyError):
 
 
 class Memory(Protocol):
-    """Mapped host memory: the region, or a stand-in.
-
-    Attributes:
-        buffer: all of it, writable.
-        address: its start in this process; page-aligned.
-        bytes: its length.
-        present: number of bytes, from the first one on, that are in memory. The rest must not be touched yet.
-    """
+    """Mapped host memory: the region, or a stand-in."""
 
     @property
-    def buffer(self) -> memoryview: ...
+    def buffer(self) -> memoryview: ...  # writable
     @property
-    def address(self) -> int: ...
+    def address(self) -> int: ...  # page-aligned
     @property
     def bytes(self) -> int: ...
     @property
-    def present(self) -> int: ...
+    def present(self) -> int: ...  # bytes, from the first one on, that are in memory: the rest must not be touched yet
 
 
 class Scratch:
@@ -55,40 +48,26 @@ class Scratch:
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """Blocks to copy, one way.
+    """Blocks to copy, one way: n device blocks, and the n offsets in the region at which their bytes begin."""
 
-    Attributes:
-        region: the mapping that the slots lie in; the job keeps it mapped.
-        blocks: n device blocks.
-        offsets: n offsets in the region; the bytes of blocks[i] begin at offsets[i].
-        ended: called once, on the thread that sees the end, after the last byte has moved or `error` is set.
-        runs: translates offsets from the region's end on, which are of blocks that lie in several runs of pages.
-        error: why not all bytes have arrived.
-        seconds: duration of the copy itself.
-        cancelled: it never began, because its blocks were given away; `error` is set, too.
-        direct: no thread had to carry its bytes.
-        layout: number of the device's layout of a block that it concerns; 0 if there is only one.
-        section: of a load, the section of each block that is copied, counting from 1 on; 0 for the whole block.
-        later: of a load: it is queued on the device, which takes the engine's time, only by `start`, `hold` or the next
-            load. It waits for work that was submitted before `load`, as all loads do.
-    """
-
-    region: Memory
+    region: Memory  # the job keeps it mapped
     blocks: npt.NDArray[np.int64]
     offsets: npt.NDArray[np.int64]
+    # Called once, on the thread that sees the end, after the last byte has moved or `error` is set.
     ended: Callable[[Job], None]
-    runs: Runs | None = None
-    error: str = ""
-    seconds: float = 0.0
-    layout: int = 0
-    section: int = 0
+    runs: Runs | None = None  # translates offsets from the region's end on: blocks that lie in several runs of pages
+    error: str = ""  # why not all bytes have arrived
+    seconds: float = 0.0  # duration of the copy itself
+    layout: int = 0  # number of the device's layout of a block
+    section: int = 0  # of a load: the section of each block that is copied, from 1 on; 0 for the whole block
+    # Of a load: queue it on the device, which takes the engine's time, only in `start`, `hold` or the next load. It
+    # waits for work that was submitted before `load`, as all loads do.
     later: bool = False
     saves: bool = field(default=False, init=False)
-    cancelled: bool = field(default=False, init=False)
-    direct: bool = field(default=True, init=False)
+    cancelled: bool = field(default=False, init=False)  # it never began: its blocks were given away; `error` is set
+    direct: bool = field(default=True, init=False)  # no thread had to carry its bytes
 
     def cancel(self) -> None:
-        """Note that its blocks were given away before it began."""
         self.cancelled, self.error = True, "its blocks were given away before the copy began"
 
     def pieces(self, offset: int, size: int) -> list[tuple[int, int]]:
@@ -97,7 +76,7 @@ class Job:
 
     @property
     def end(self) -> int:
-        """The end of the offsets: that of the region, and of the translated ones."""
+        """The end of the offsets, translated ones included."""
         if self.runs is None:
             return self.region.bytes
         return int(self.runs.begins[-1] + self.runs.sizes[-1])

@@ -44,20 +44,14 @@ class _Events(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """A job that has not ended.
-
-    Attributes:
-        begun: the thread copies it through bounce buffers.
-        queued: all of it is queued on the device.
-        done: it has ended, and the device need not be queried.
-    """
+    """A job that has not ended."""
 
     number: int
     job: Job
     events: _Events
-    begun: bool = False
-    queued: bool = False
-    done: bool = False
+    begun: bool = False  # the thread copies it through bounce buffers
+    queued: bool = False  # all of it is queued on the device
+    done: bool = False  # it has ended, and the device need not be queried
     borrowed: object | None = None
 
 
