@@ -76,14 +76,11 @@ class Request(msgspec.Struct, tag=str.lower, array_like=True):
 
 
 class Attach(Request):
-    """Join a namespace as the writer and reader of `shards`; a scheduler joins with none.
-
-    `ceiling_bytes` limits what this engine's saves may occupy; 0 leaves the limit unchanged.
-    """
+    """Join a namespace as the writer and reader of `shards`; a scheduler joins with none."""
 
     spec: NamespaceSpec
     shards: Shards = ()
-    ceiling_bytes: int = 0
+    ceiling_bytes: int = 0  # limit of what this engine's saves may occupy; 0 leaves it unchanged
 
 
 class Detach(Request):
@@ -97,9 +94,6 @@ class Acquire(Request):
 
     In a namespace with tails, a lookup of group 0 is for all groups: the longest prefix after which the engine can
     continue; it needs no blocks of tails before number `start`.
-
-    For a later `Why`: `request` is the engine's name for the request, `tokens` the length of its prompt, `salted`
-    whether its hashes contain a salt. A lookup without a name is not remembered.
     """
 
     namespace: int
@@ -107,9 +101,9 @@ class Acquire(Request):
     group: int = 0
     pin: bool = True
     verify: bool = False
-    request: Name = ""
-    tokens: int = 0
-    salted: bool = False
+    request: Name = ""  # the engine's name, for a later `Why`: a lookup without one is not remembered
+    tokens: int = 0  # of the request's prompt
+    salted: bool = False  # the hashes contain a salt
     start: int = 0
 
 
@@ -120,15 +114,14 @@ class Release(Request):
 
 
 class Run(msgspec.Struct, array_like=True):
-    """Blocks of one chain, each the child of the one before; `parent` is the parent of the first, None for a root.
+    """Blocks of one chain, each the child of the one before.
 
-    In a tail, each is the child of the block of group 0 that has the same hash, and `parent` is None. `group` is the
-    number of the blocks' group; if it is 0, `Reserve.group` is.
+    In a tail, each is the child of the block of group 0 that has the same hash, and `parent` is None.
     """
 
     hashes: Hashes
-    parent: bytes | None = None
-    group: int = 0
+    parent: bytes | None = None  # of the first; None for a root
+    group: int = 0  # 0: that of the Reserve
 
 
 class Reserve(Request):
@@ -142,41 +135,32 @@ class Reserve(Request):
 class Settle(Request):
     """Report the outcome of `shards` of the granted blocks at `positions`; no positions means all of them.
 
-    `outcome` is an Outcome. A writer settles its own shards. The session that reserved may settle any shard as
-    NEVER_STARTED, but only while it has not passed the slots to the writers.
-
-    `sums` are the checksums of the committed shards, SUM_BYTES per shard, position after position; empty if the writer
-    computed none.
+    A writer settles its own shards. The session that reserved may settle any shard as NEVER_STARTED, but only while it
+    has not passed the slots to the writers.
     """
 
     region: bytes
     reservation: int
     shards: Shards
-    outcome: int
+    outcome: int  # an Outcome
     positions: Annotated[list[int], Most] = []
-    sums: bytes = b""
+    sums: bytes = b""  # SUM_BYTES per committed shard, position after position; empty if the writer computed none
 
 
 class Distrust(Request):
-    """Report that the blocks in `slots` (concatenated references) do not contain the stored bytes.
-
-    `finding` is a Finding. The blocks and all their descendants are forgotten.
-    """
+    """Report that blocks do not contain the stored bytes: they and all their descendants are forgotten."""
 
     region: bytes
-    slots: bytes
+    slots: bytes  # concatenated references
     shard: int
-    finding: int
+    finding: int  # a Finding
 
 
 class Note(msgspec.Struct, array_like=True):
-    """A note of the engine: the cause for which it made no lookup for `request`, or did not save its blocks `hashes`.
-
-    `cause` is a word of lower-case letters and underscores, `age_ms` the time since then.
-    """
+    """The reason that the engine made no lookup for `request`, or did not save its blocks `hashes`."""
 
     request: Name
-    cause: Name
+    cause: Name  # a word of lower-case letters and underscores
     age_ms: int = 0
     hashes: Hashes = []
 
@@ -192,8 +176,7 @@ class Remark(Request):
 class Retain(Request):
     """Keep `hashes`, a chain from its root on, from being evicted for `seconds`, within the engine's quota.
 
-    Blocks that are not cached yet are kept once they are. Blocks that do not fit are refused. `request` is the engine's
-    name for the request, for a later `Why`.
+    Blocks that are not cached yet are kept once they are. Blocks that do not fit are refused.
     """
 
     namespace: int
@@ -204,10 +187,8 @@ class Retain(Request):
 
 
 class Drop(Request):
-    """Report that the end of the chain `hashes` is not needed again: its blocks that are not shared are evicted first.
-
-    The first `after` blocks stay as they are.
-    """
+    """Report that the chain `hashes` is not needed again after its first `after` blocks: those that no other chain
+    shares are evicted first."""
 
     namespace: int
     hashes: Hashes
@@ -217,16 +198,16 @@ class Drop(Request):
 
 
 class Pin(Request):
-    """For operators: keep `hashes`, a chain from its root on, until `Unpin`. `namespace` is an id."""
+    """For operators: keep `hashes`, a chain from its root on, until `Unpin`."""
 
-    namespace: str
+    namespace: str  # its id
     hashes: Hashes
     group: int = 0
     label: Name = ""
 
 
 class Unpin(Request):
-    """For operators: end the pin with that number, or all pins if it is 0."""
+    """For operators: end a pin, or all if `pin` is 0."""
 
     pin: int = 0
 
@@ -234,13 +215,12 @@ class Unpin(Request):
 class Chain(Request):
     """For operators: ask for the hashes of a request's prompt, or of the cached chain that ends in a block.
 
-    Either `request` is the name of a request, or a part that no other name contains; or `hash` is a block's hash, or
-    its last bytes, at least 8. `namespace` is an id, "" for any. It has lower priority, as Stats has.
+    It has lower priority, as Stats has.
     """
 
-    request: Name = ""
-    hash: Annotated[bytes, msgspec.Meta(max_length=MAX_HASH_BYTES)] = b""
-    namespace: str = ""
+    request: Name = ""  # a name, or a part that no other name contains
+    hash: Annotated[bytes, msgspec.Meta(max_length=MAX_HASH_BYTES)] = b""  # or its last bytes, at least 8
+    namespace: str = ""  # an id; "" for any
 
 
 class Ping(Request):
@@ -258,13 +238,10 @@ class Clear(Request):
 
 
 class Restate(Request):
-    """Report the leases that a resumed session still holds, and the reservations that it received.
+    """Report what a resumed session still holds."""
 
-    `leases` are [lease, reference of its last block, followed by those of its tails' blocks]; `heard` is the highest
-    reservation that the session received. Later ones are given back.
-    """
-
-    heard: int
+    heard: int  # the highest reservation that it received: later ones are given back
+    # [lease, reference of its last block, followed by those of its tails' blocks]
     leases: Annotated[list[tuple[int, bytes]], Most] = []
 
 
@@ -275,22 +252,16 @@ class Fence(Request):
 
 
 class Tell(Request):
-    """Report the state of the client. It has no reply.
+    """Report the state of the client. It has no reply."""
 
-    `breaker` is a Breaker; `counts` has the client's counts, by name, since its last report.
-    """
-
-    breaker: int
-    counts: Annotated[dict[str, int], msgspec.Meta(max_length=2 * MAX_NAMES)] = {}
+    breaker: int  # a Breaker
+    counts: Annotated[dict[str, int], msgspec.Meta(max_length=2 * MAX_NAMES)] = {}  # by name, since the last report
 
 
 class Why(Request):
-    """Ask why a request had no hit. `request` is its name, or a part that no other name contains.
+    """Ask why a request had no hit. It has lower priority, as Stats has."""
 
-    It has lower priority, as Stats has.
-    """
-
-    request: Name
+    request: Name  # as in Chain
 
 
 class Watch(Request):
@@ -302,33 +273,24 @@ class Watch(Request):
 class Work(Request):
     """Ask for work as the tier `tier`: answered by Jobs once there is some, or after half a second.
 
-    Only sessions of the daemon's own user may be tiers. `batch_bytes` is the tier's preferred size of a write; `writes`
-    is the policy by which it wants blocks, one of WRITE_POLICIES. If `writes_off` is not empty, it is the reason that
-    the tier gets nothing to write until it asks for work without it; `removals_off` is the reason that wrong values
-    stay there.
+    Only sessions of the daemon's own user may be tiers.
     """
 
     tier: Name
-    batch_bytes: int
-    writes: Name = "second"
-    writes_off: Name = ""
-    removals_off: Name = ""
+    batch_bytes: int  # the preferred size of a write
+    writes: Name = "second"  # one of WRITE_POLICIES
+    writes_off: Name = ""  # why the tier gets nothing to write until it asks for work without a reason
+    removals_off: Name = ""  # why wrong values stay in the tier
 
 
 class Worked(Request):
-    """Report the outcomes of jobs, by their numbers. It has no reply; unknown numbers are counted.
+    """Report the outcomes of jobs, by their numbers, a byte per block. It has no reply; unknown numbers are counted."""
 
-    Each answer has a byte per block of its job: in `found` it is 1 if the tier has the block of a Look, in `brought` if
-    the block of a Bring is cached or being written, in `written` if the tier has the block of a WriteOut. If `off` is
-    not empty, it is the reason that the tier gets no further jobs until it asks for some, and `writes_off` is that of
-    the next Work, which may be late.
-    """
-
-    found: Outcomes = []
-    brought: Outcomes = []
-    written: Outcomes = []
-    off: Name = ""
-    writes_off: Name = ""
+    found: Outcomes = []  # of a Look: 1 if the tier has the block
+    brought: Outcomes = []  # of a Bring: 1 if the block is cached or being written
+    written: Outcomes = []  # of a WriteOut: 1 if the tier has the block
+    off: Name = ""  # why the tier gets no further jobs until it asks for some
+    writes_off: Name = ""  # that of the next Work, which may be late
 
 
 # Replies.
@@ -345,42 +307,32 @@ class Attached(Reply):
 
 
 class Acquired(Reply):
-    """`hits` is the number of blocks found from the first hash on, `slots` has their references.
+    """The answer to Acquire.
 
     In a namespace with tails, `slots` has the references of group 0, if that is no tail itself, and then, tail after
     tail, those of the last `min(needed(hits), hits - start)` blocks of the hits; none if `hits` is not above `start`.
 
-    `lease` is 0 if nothing is pinned. After the hits, `pending` blocks are being written; `withheld` blocks are cached,
-    but the engine's quota does not allow it to pin them until it has released others. `sums` has the checksum of each
-    shard of each reference, SUM_BYTES each, if it was requested; 0 means none.
-
     A tier is bringing the `coming` blocks after the hits, some of which may be pending, in about `eta_ms`. If only
     `eta_ms` is not 0, tiers are being asked, and will have answered by then.
-
-    In a namespace with tails, the engine could continue after `junction` blocks, more than are cached, if the tails had
-    the blocks for that; 0 if there is no such number.
     """
 
-    lease: int
-    hits: int
-    pending: int
-    slots: bytes
-    withheld: int = 0
-    sums: bytes = b""
+    lease: int  # 0 if nothing is pinned
+    hits: int  # blocks found, from the first hash on
+    pending: int  # blocks after the hits that are being written
+    slots: bytes  # references of the hits
+    withheld: int = 0  # blocks after the hits that are cached, but that the engine's quota does not allow it to pin
+    sums: bytes = b""  # if requested, SUM_BYTES per shard of each reference, 0 for none
     coming: int = 0
     eta_ms: int = 0
-    junction: int = 0
+    junction: int = 0  # blocks, more than are cached, after which the engine could continue if the tails had them
 
 
 class Reserved(Reply):
-    """`answers` has one Refusal per hash, run after run; `slots` has the references of the granted blocks, in order.
+    """The answer to Reserve."""
 
-    `reservation` is 0 if nothing was granted.
-    """
-
-    reservation: int
-    answers: bytes
-    slots: bytes
+    reservation: int  # 0 if nothing was granted
+    answers: bytes  # one Refusal per hash, run after run
+    slots: bytes  # references of the granted blocks, in order
 
 
 class Settled(Reply):
@@ -390,21 +342,17 @@ class Settled(Reply):
 
 
 class Distrusted(Reply):
-    """`blocks` is the number of forgotten blocks; `writers` has the (engine, session) per slot that stored the shard.
+    """The answer to Distrust."""
 
-    It is ("", 0) if the slot held another block by then.
-    """
-
-    blocks: int
-    writers: list[tuple[str, int]]
+    blocks: int  # that were forgotten
+    writers: list[tuple[str, int]]  # (engine, session) per slot that stored the shard; ("", 0) if it held another block
 
 
 class Retained(Reply):
-    """`blocks` of the chain are kept from now on; `refused` is the reason that no more of the cached ones are, "" if
-    all are."""
+    """`blocks` of the chain are kept from now on."""
 
     blocks: int
-    refused: str = ""
+    refused: str = ""  # why no more of the cached ones are kept; "" if all are
 
 
 class Dropped(Reply):
@@ -414,7 +362,7 @@ class Dropped(Reply):
 
 
 class Pinned(Reply):
-    """`pin` is the number of the pin; `blocks` of its chain are cached, and kept from now on."""
+    """`blocks` of the chain are cached, and kept from now on by the pin with the number `pin`."""
 
     pin: int
     blocks: int
@@ -427,17 +375,14 @@ class Unpinned(Reply):
 
 
 class Chained(Reply):
-    """`matches` are the names of the requests, or the namespaces of the blocks, that were meant, at most ten.
+    """The answer to Chain. If there is exactly one match, the other fields describe it."""
 
-    If there is exactly one, the other fields describe it: `cached` of its `hashes` are cached.
-    """
-
-    matches: list[str]
+    matches: list[str]  # names of the requests, or namespaces of the blocks, that were meant, at most ten
     namespace: str = ""
     model: str = ""
     group: int = 0
     block_tokens: int = 0
-    cached: int = 0
+    cached: int = 0  # of the hashes
     hashes: list[bytes] = []
 
 
@@ -454,15 +399,15 @@ class Cleared(Reply):
 
 
 class Restated(Reply):
-    """`lost` are the leases that could not be restored."""
+    """The answer to Restate."""
 
-    lost: list[int] = []
+    lost: list[int] = []  # leases that could not be restored
 
 
 class Fenced(Reply):
-    """`reservations` is the number of the session's reservations given up; their slots are in quarantine."""
+    """The answer to Fence."""
 
-    reservations: int
+    reservations: int  # that were given up: their slots are in quarantine
 
 
 class Explained(Reply):
@@ -472,9 +417,9 @@ class Explained(Reply):
 
 
 class Seen(msgspec.Struct, array_like=True):
-    """One lookup: its time (by a monotonic clock), engine and request, and the blocks requested and found."""
+    """One lookup: the blocks requested and found."""
 
-    at_ms: int
+    at_ms: int  # by a monotonic clock
     engine: str
     request: str
     namespace: int
@@ -486,11 +431,11 @@ class Seen(msgspec.Struct, array_like=True):
 
 
 class Watched(Reply):
-    """`next` is the next value for `since`; `lost` lookups before these could not be kept; `more` are available."""
+    """The answer to Watch."""
 
-    next: int
-    lost: int
-    more: bool
+    next: int  # the next value for `since`
+    lost: int  # lookups before these that could not be kept
+    more: bool  # whether more are available
     lookups: list[Seen]
 
 
@@ -514,23 +459,20 @@ class Bring(msgspec.Struct, array_like=True):
 
 
 class WriteOut(msgspec.Struct, array_like=True):
-    """Store blocks in the tier. They are leased until the job is reported.
-
-    `slots` has their references, `sums` the checksum of each shard, SUM_BYTES each, 0 for none.
-    """
+    """Store blocks in the tier. They are leased until the job is reported."""
 
     number: int
     namespace: str
     group: int
     hashes: list[bytes]
-    slots: bytes
-    sums: bytes
+    slots: bytes  # references
+    sums: bytes  # SUM_BYTES per shard, 0 for none
 
 
 class Jobs(Reply):
-    """Work for a tier; `specs` are those of the jobs' namespaces that it has not attached."""
+    """Work for a tier."""
 
-    specs: list[NamespaceSpec] = []
+    specs: list[NamespaceSpec] = []  # of the jobs' namespaces that it has not attached
     looks: list[Look] = []
     brings: list[Bring] = []
     writes: list[WriteOut] = []
