@@ -14,7 +14,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent import futures
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -43,9 +43,9 @@ class CpuDevice(Device):
         self._region_bytes = 0
         self._changed = threading.Condition()
         self._reading: Counter[int] = Counter()  # device blocks of saves that have not ended
-        self._helpers = ThreadPoolExecutor(2, "kvcache-copy")
-        self._saver = _Thread("kvcache-save", self._share, self._ended)
-        self._loader = _Thread("kvcache-load", self._share, self._ended)
+        self._helpers = futures.ThreadPoolExecutor(2, "kvcache-copy")
+        self._saver = _Queue("kvcache-save", self._share, self._ended)
+        self._loader = _Queue("kvcache-load", self._share, self._ended)
 
     def register(self, region: Memory) -> None:
         """Host memory needs no pinning to be copied."""
@@ -191,94 +191,68 @@ class _Views(NamedTuple):
         return found
 
 
-class _Thread:
-    """Runs jobs in order; `ended` gets each once."""
+class _Queue:
+    """Runs jobs in order, on a thread; `ended` gets each once. Called from one thread."""
 
     def __init__(self, name: str, copy: Callable[[Job], None], ended: Callable[[Job], None]) -> None:
-        self._copy, self._report = copy, ended
-        self._jobs: deque[Job] = deque()
-        self._now: Job | None = None
-        self._unended = 0
-        self._changed = threading.Condition()
-        self._stopping = False
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
+        self._copy, self._ended = copy, ended
+        self._later: deque[Job] = deque()  # the last of `_unended`: those that have not been started
+        self._unended: dict[Job, futures.Future[None]] = {}
+        self._thread = futures.ThreadPoolExecutor(1, name)
+        self._closed = False
 
     def put(self, job: Job) -> None:
-        with self._changed:
-            if not self._stopping:
-                self._unended += 1
-                self._jobs.append(job)
-                if not job.later:
-                    self._start(job)
-                return
-        job.error = "the device is closed"
-        self._report(job)
+        if self._closed:
+            job.error = "the device is closed"
+            self._ended(job)
+            return
+        self._unended[job] = futures.Future()
+        self._later.append(job)
+        if not job.later:
+            self.start(job)
 
-    def start(self, job: Job) -> None:
-        with self._changed:
-            if job in self._jobs:
-                self._start(job)
+    def start(self, last: Job) -> None:
+        """Start the jobs up to `last`, if it has not been started."""
+        while last in self._later:
+            self._thread.submit(self._run, self._later.popleft())
 
     def wait(self, job: Job) -> None:
         """Wait until `job` has ended."""
-        with self._changed:
-            self._changed.wait_for(lambda: job is not self._now and job not in self._jobs)
+        if (future := self._unended.get(job)) is not None:
+            futures.wait([future])
 
     def linger(self, seconds: float) -> None:
         """Wait at most `seconds` for the end of the first job, if it has been started."""
-        with self._changed:
-            if self._now is not None or (self._jobs and not self._jobs[0].later):
-                unended = self._unended
-                self._changed.wait_for(lambda: self._unended < unended, seconds)
+        unended = list(self._unended.items())
+        if unended and unended[0][0] not in self._later:
+            futures.wait([unended[0][1]], seconds)
 
     def drain(self, seconds: float) -> bool:
-        with self._changed:
-            return self._changed.wait_for(lambda: not self._unended, seconds)
+        return not futures.wait(list(self._unended.values()), seconds).not_done
 
     def close(self) -> None:
-        with self._changed:
-            self._stopping = True
-            left = list(self._jobs)
-            self._jobs.clear()
-            self._changed.notify_all()
-        self._thread.join()
-        for job in left:
+        self._closed = True
+        self._thread.shutdown(cancel_futures=True)
+        self._later.clear()
+        for job in list(self._unended):
             job.error = "the device was closed before the copy began"
             self._end(job)
 
-    def _start(self, last: Job) -> None:
-        """Begin the jobs up to `last`. With the lock."""
-        for job in self._jobs:
-            job.later = False
-            if job is last:
-                break
-        self._changed.notify_all()
-
-    def _run(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._stopping or (self._jobs and not self._jobs[0].later))
-                if not self._jobs:
-                    return
-                self._now = job = self._jobs.popleft()
-            begin = time.perf_counter()
-            try:
-                self._copy(job)
-            except Exception as error:  # noqa: BLE001  # one bad job must not end the thread; its owner gets the error
-                job.error = f"{type(error).__name__}: {error}"
-            job.seconds = time.perf_counter() - begin
-            self._end(job)
+    def _run(self, job: Job) -> None:
+        begin = time.perf_counter()
+        try:
+            self._copy(job)
+        except Exception as error:  # noqa: BLE001  # its owner gets the error of a bad job
+            job.error = f"{type(error).__name__}: {error}"
+        job.seconds = time.perf_counter() - begin
+        self._end(job)
 
     def _end(self, job: Job) -> None:
         try:
-            self._report(job)
-        except Exception:  # the thread must go on: the engine's step waits for the jobs behind this one
+            self._ended(job)
+        except Exception:  # the engine's step waits for the jobs behind this one
             logger.exception("the owner of a copy failed to take its end")
-        with self._changed:
-            self._now = None
-            self._unended -= 1
-            self._changed.notify_all()
+        self._unended.pop(job).set_result(None)
 
 
 def _allocation(tensor: Any) -> tuple[int, int]:

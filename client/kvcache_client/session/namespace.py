@@ -9,11 +9,9 @@ from collections.abc import Callable, Sequence
 from kvcache_client.session.channel import Channel
 from kvcache_client.session.connection import Connection
 from kvcache_client.session.daemon import LOST, Daemon, ignore
-from kvcache_client.session.lease import Lease
+from kvcache_client.session.grants import Lease, Parts, Reservation, Ticket, chosen_shards, parts_of_hits
 from kvcache_client.session.replies import wrong_lookup, wrong_reservation
-from kvcache_client.session.reservation import Reservation, Ticket, chosen_shards
 from kvcache_client.session.settlements import Settlements
-from kvcache_client.session.slots import Parts, parts_of_hits
 from kvcache_proto import messages as m
 from kvcache_proto.errors import BadArgument
 from kvcache_proto.types import (
@@ -35,14 +33,7 @@ _NOTHING = m.Reserved(0, 0, b"", b"")
 
 
 class Namespace:
-    """Made by `Session.attach`; it outlives restarts of the daemon.
-
-    Attributes:
-        spec: the attached spec.
-        id: 16 hex digits, the same in every process that attaches the same model and identity.
-        shards: the shards that this session writes.
-        refused: why the daemon did not let this session join it; "" if it did, or has no request yet.
-    """
+    """Made by `Session.attach`; it outlives restarts of the daemon."""
 
     def __init__(
         self,
@@ -56,8 +47,8 @@ class Namespace:
             raise BadArgument(f"shards {shards}: each once, 0 to {spec.shards - 1}")
         self._daemon, self._settlements = daemon, settlements
         self.spec, self.shards, self.ceiling_bytes = spec, shards, ceiling_bytes
-        self.id = spec.id
-        self.refused = ""
+        self.id = spec.id  # 16 hex digits, the same in every process that attaches the same model and identity
+        self.refused = ""  # why the daemon does not let this session join; "" if it does, or was not asked yet
         self._left = False
         self._number: tuple[Channel | None, int] = (None, 0)  # the daemon's number, and the channel that it came by
 

@@ -14,10 +14,10 @@ from kvcache_client.session.bell import Bell
 from kvcache_client.session.connection import Dialer
 from kvcache_client.session.counters import Counters
 from kvcache_client.session.daemon import Daemon, ignore
+from kvcache_client.session.grants import Slot
 from kvcache_client.session.namespace import Namespace
 from kvcache_client.session.region import Region
 from kvcache_client.session.settlements import Settlements
-from kvcache_client.session.slots import Slot
 from kvcache_client.session.supervisor import Supervisor
 from kvcache_client.session.telemetry import Telemetry
 from kvcache_proto import messages as m
@@ -35,10 +35,6 @@ class Session:
 
     Made by `connect`, which needs a running daemon, or by `open`, which also works without one until it comes.
     Thread-safe. Not for forked children: they get a ClientError and make their own.
-
-    Attributes:
-        endpoint, engine, label: as given to `connect`.
-        daemon: the daemon as this session reaches it: connection, breaker, deadlines.
     """
 
     def __init__(

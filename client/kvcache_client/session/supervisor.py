@@ -32,15 +32,12 @@ STEADY = 1.0  # seconds that a connection must have held for the next knock to c
 
 
 class Supervisor:
-    """Keeps a session connected, and its namespaces attached.
-
-    `region` is the mapping; it stays when the daemon goes, until a next one has another region.
-    """
+    """Keeps a session connected, and its namespaces attached."""
 
     def __init__(
         self, daemon: Daemon, dialer: Dialer, settlements: Settlements, telemetry: Telemetry, bell: Bell
     ) -> None:
-        self.region: Region | None = None
+        self.region: Region | None = None  # it stays when the daemon goes, until a next one has another region
         self._daemon, self._dialer, self._settlements, self._telemetry = daemon, dialer, settlements, telemetry
         self._bell = bell
         self._backoff = Backoff()
@@ -83,14 +80,12 @@ class Supervisor:
                     raise
 
     def detach(self, namespace: Namespace) -> None:
-        """Leave a namespace for good, without waiting. Idempotent."""
         with self._change:
             if namespace in self._namespaces:
                 self._namespaces.remove(namespace)
                 namespace.leave()
 
     def on_region(self, callback: Callable[[Region], None]) -> None:
-        """Call `callback` with each region that is mapped, the present one included."""
         with self._change:
             self._region_callbacks.append(callback)
             if self.region is not None:
