@@ -28,7 +28,7 @@ POINTS = {
     Daemon: ["missed", "call", "post"],
     Channel: ["pump"],
     Supervisor: ["_watch"],
-    CpuDevice: ["_copy", "_ended", "poll", "fence"],
+    CpuDevice: ["_copy", "poll", "fence"],
 }
 
 

@@ -41,7 +41,6 @@ FAULTS = {
     "Daemon.post": 1,
     "Supervisor._watch": 0,
     "CpuDevice._copy": 1,
-    "CpuDevice._ended": 1,
     "CpuDevice.poll": 1,
 }
 

@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import ctypes
 import logging
-import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from concurrent import futures
 from typing import Any, NamedTuple
@@ -41,11 +40,9 @@ class CpuDevice(Device):
         self._sections = [_Views.of(part, num_blocks, keep) for part in parts]
         self._end = parts[0].bytes
         self._region_bytes = 0
-        self._changed = threading.Condition()
-        self._reading: Counter[int] = Counter()  # device blocks of saves that have not ended
         self._helpers = futures.ThreadPoolExecutor(2, "kvcache-copy")
-        self._saver = _Queue("kvcache-save", self._share, self._ended)
-        self._loader = _Queue("kvcache-load", self._share, self._ended)
+        self._saver = _Queue("kvcache-save", self._share)
+        self._loader = _Queue("kvcache-load", self._share)
 
     def register(self, region: Memory) -> None:
         """Host memory needs no pinning to be copied."""
@@ -65,8 +62,6 @@ class CpuDevice(Device):
 
     def save(self, job: Job) -> None:
         job.saves = True
-        with self._changed:
-            self._reading.update(job.blocks.tolist())
         self._saver.put(job)
 
     def load(self, job: Job) -> None:
@@ -77,13 +72,11 @@ class CpuDevice(Device):
 
     def hold(self, job: Job) -> None:
         self._loader.start(job)
-        self._loader.wait(job)
+        self._loader.wait(lambda each: each is job)
 
     def fence(self, blocks: Collection[int]) -> None:
-        if not self._reading:
-            return
-        with self._changed:
-            self._changed.wait_for(lambda: not any(block in self._reading for block in blocks))
+        given = set(blocks)
+        self._saver.wait(lambda job: not given.isdisjoint(job.blocks.tolist()))
 
     def drain(self, seconds: float) -> bool:
         until = time.monotonic() + seconds
@@ -104,16 +97,6 @@ class CpuDevice(Device):
         finally:
             if other is not None:
                 other.result()
-
-    def _ended(self, job: Job) -> None:
-        if job.saves:
-            with self._changed:
-                for block in job.blocks.tolist():
-                    self._reading[block] -= 1
-                    if not self._reading[block]:
-                        del self._reading[block]
-                self._changed.notify_all()
-        job.ended(job)
 
     def _copy(self, job: Job, part: slice) -> None:
         region, base = np.frombuffer(job.region.buffer, dtype=np.uint8), job.region.address
@@ -192,10 +175,10 @@ class _Views(NamedTuple):
 
 
 class _Queue:
-    """Runs jobs in order, on a thread; `ended` gets each once. Called from one thread."""
+    """Runs jobs in order, on a thread. Called from one thread."""
 
-    def __init__(self, name: str, copy: Callable[[Job], None], ended: Callable[[Job], None]) -> None:
-        self._copy, self._ended = copy, ended
+    def __init__(self, name: str, copy: Callable[[Job], None]) -> None:
+        self._copy = copy
         self._later: deque[Job] = deque()  # the last of `_unended`: those that have not been started
         self._unended: dict[Job, futures.Future[None]] = {}
         self._thread = futures.ThreadPoolExecutor(1, name)
@@ -204,7 +187,7 @@ class _Queue:
     def put(self, job: Job) -> None:
         if self._closed:
             job.error = "the device is closed"
-            self._ended(job)
+            job.ended(job)
             return
         self._unended[job] = futures.Future()
         self._later.append(job)
@@ -216,19 +199,18 @@ class _Queue:
         while last in self._later:
             self._thread.submit(self._run, self._later.popleft())
 
-    def wait(self, job: Job) -> None:
-        """Wait until `job` has ended."""
-        if (future := self._unended.get(job)) is not None:
-            futures.wait([future])
+    def wait(self, concerned: Callable[[Job], bool]) -> None:
+        """Wait until the jobs for which `concerned` returns True have ended."""
+        futures.wait([future for job, future in self._unended.copy().items() if concerned(job)])
 
     def linger(self, seconds: float) -> None:
         """Wait at most `seconds` for the end of the first job, if it has been started."""
-        unended = list(self._unended.items())
+        unended = [*self._unended.copy().items()]
         if unended and unended[0][0] not in self._later:
             futures.wait([unended[0][1]], seconds)
 
     def drain(self, seconds: float) -> bool:
-        return not futures.wait(list(self._unended.values()), seconds).not_done
+        return not futures.wait(self._unended.copy().values(), seconds).not_done
 
     def close(self) -> None:
         self._closed = True
@@ -249,7 +231,7 @@ class _Queue:
 
     def _end(self, job: Job) -> None:
         try:
-            self._ended(job)
+            job.ended(job)
         except Exception:  # the engine's step waits for the jobs behind this one
             logger.exception("the owner of a copy failed to take its end")
         self._unended.pop(job).set_result(None)
