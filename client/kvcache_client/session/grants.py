@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from typing import NamedTuple
 
 from kvcache_client.session.connection import Connection
 from kvcache_client.session.daemon import Daemon
 from kvcache_client.session.region import Region
 from kvcache_client.session.settlements import Settlements
-from kvcache_proto.errors import BadArgument, KVCacheError, RegionError
+from kvcache_proto.errors import BadArgument, RegionError
 from kvcache_proto.messages import Acquired, Release, Reply, Reserved
 from kvcache_proto.types import (
     FULL,
@@ -244,47 +244,34 @@ class Ticket:
         pump: Callable[[], None],
     ) -> None:
         self._resolve, self._abandon, self._pump = resolve, abandon, pump
-        self._lock = threading.Lock()
-        self._answered = threading.Event()
-        self._cancelled = False
-        self._result: Reservation | None = None
-        self._error: KVCacheError | None = None
+        self._answer: Future[Reservation] = Future()
 
     def poll(self) -> Reservation | None:
         """Return the reservation, or None while it is not answered. Never waits. Raises the daemon's refusals."""
-        if not self._answered.is_set():
+        if not self._answer.done():
             self._pump()
-        if self._error is not None:
-            raise self._error
-        return self._result
+        return self._answer.result() if self._answer.done() and not self._answer.cancelled() else None
 
     def wait(self, timeout: float) -> Reservation:
         """Return the reservation; if there is none within `timeout` seconds, cancel it: everything is refused."""
         self._pump()
-        self._answered.wait(timeout)
-        reservation = self.poll()
-        if reservation is not None:
-            return reservation
-        self.cancel()
-        return self._resolve(None)
+        try:
+            return self._answer.result(timeout)
+        except TimeoutError:
+            self.cancel()
+            return self._resolve(None)
 
     def cancel(self) -> None:
         """Give back the granted slots, even if they are granted later. Only before a slot was handed to a writer."""
-        with self._lock:
-            self._cancelled = True
-            reservation = self._result
-        if reservation is not None:
-            reservation.abort()
+        if not self._answer.cancel() and self._answer.exception() is None:
+            self._answer.result().abort()
 
     def answer(self, reply: Reply | None) -> None:
         """Take the reply, or None if the connection ended; the session calls this."""
-        with self._lock:
-            cancelled = self._cancelled
-            if not cancelled:
-                try:
-                    self._result = self._resolve(reply)
-                except KVCacheError as error:
-                    self._error = error
-        if cancelled:
+        if not self._answer.set_running_or_notify_cancel():
             self._abandon(reply)
-        self._answered.set()
+            return
+        try:
+            self._answer.set_result(self._resolve(reply))
+        except Exception as error:  # noqa: BLE001 - `poll` raises it
+            self._answer.set_exception(error)
