@@ -85,17 +85,19 @@ class Job:
 class Device(Protocol):
     """Copies in the background, in the order of submission in each direction. Called from one thread."""
 
+    registration: Any = None  # the memory that is page-locked for this device, if its kind needs that
+
     def register(self, region: Memory) -> None:
         """Prepare `region` for copies, and release the one before; on another thread if that takes long.
 
         Copies need not wait for it: they are slower until then.
         """
 
-    def adopt(self, registration: Any) -> None:
-        """Take over memory that was page-locked for this kind of device before it was opened. No job may be running."""
+    def adopt(self, registration: Any, owned: bool = True) -> None:
+        """Use this registration, of the same kind of device, from now on. No job may be running.
 
-    def share(self, owner: Any) -> None:
-        """Use the memory that `owner`, a device of the same kind, page-locks. The owner is closed after this device."""
+        If it is not `owned`, another device closes it, after this one.
+        """
 
     def registered(self) -> tuple[bool, int]:
         """Return whether registration is over, and the number of the region's bytes that copies reach directly."""

@@ -7,7 +7,7 @@ session, another connection replaces this one, and the grants over this one are 
 from __future__ import annotations
 
 from collections import deque
-from typing import Any, NamedTuple
+from typing import Any
 
 import zmq
 
@@ -21,13 +21,6 @@ from kvcache_proto.endpoint import socket_path
 from kvcache_proto.messages import Settle
 
 
-class OwedSettlement(NamedTuple):
-    """A settlement that the daemon has not answered, and the handler of the answer."""
-
-    settle: Settle
-    answer: Handler
-
-
 class Connection:
     """An open door, a channel and a region; and the grants since the welcome.
 
@@ -35,14 +28,15 @@ class Connection:
         leases: by number of each held lease, the references that a next daemon restores it from: that of the last
             block, then those of the tails' blocks.
         newest_reservation: the highest reservation in answers of daemons that are gone.
-        owed: settlements that a gone daemon may not have seen; the next one gets them.
+        owed: settlements that a gone daemon may not have seen, and the handlers of their answers; the next one gets
+            them.
     """
 
     def __init__(self, door: Door, channel: Channel, region: Region) -> None:
         self.door, self.channel, self.region = door, channel, region
         self.leases: dict[int, bytes] = {}
         self.newest_reservation = 0
-        self.owed: deque[OwedSettlement] = deque()
+        self.owed: deque[tuple[Settle, Handler]] = deque()
 
     def resume(self, door: Door, channel: Channel) -> None:
         """Continue as the same session behind another door."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 from kvcache_client.session import forks
 from kvcache_client.session.channel import Channel, Handler
-from kvcache_client.session.connection import Connection, OwedSettlement
+from kvcache_client.session.connection import Connection
 from kvcache_client.session.daemon import Daemon
 from kvcache_client.session.replies import wrong_settlement
 from kvcache_proto.messages import Error, Reply, Settle, Settled
@@ -83,7 +83,7 @@ class Settlements:
                 owed = connection.owed.popleft() if connection.owed else None
                 if owed is not None:
                     self._daemon.count("settles_sent_again")
-                    self._send(connection, owed.settle, owed.answer)
+                    self._send(connection, *owed)
             finally:
                 self._paying.release()
 
@@ -117,7 +117,7 @@ class Settlements:
             if reply is not None and connection is not None and connection.owed:
                 self.pay(connection)
         elif connection in (daemon.connection, daemon.suspended) and not daemon.closing:
-            connection.owed.append(OwedSettlement(request, answer))
+            connection.owed.append((request, answer))
             self.pay(connection)
         else:
             daemon.count("stale_settles")
