@@ -83,7 +83,10 @@ class Job:
 
 
 class Device(Protocol):
-    """Copies in the background, in the order of submission in each direction. Called from one thread."""
+    """Copies in the background, in the order of submission in each direction. Called from one thread.
+
+    Methods that return at once here are for kinds of devices that need them.
+    """
 
     registration: Any = None  # the memory that is page-locked for this device, if its kind needs that
 
@@ -98,6 +101,7 @@ class Device(Protocol):
 
         If it is not `owned`, another device closes it, after this one.
         """
+        return
 
     def registered(self) -> tuple[bool, int]:
         """Return whether registration is over, and the number of the region's bytes that copies reach directly."""
@@ -126,12 +130,15 @@ class Device(Protocol):
     def enter_step(self) -> None:
         """The engine begins a step: do not occupy the device's driver until `leave_step`, and until the device has done
         the step's work. From the first step on, prepare only memory that a copy has requested."""
+        return
 
     def leave_step(self) -> None:
         """The engine has submitted all of a step, or nearly all of it."""
+        return
 
     def poll(self) -> None:
         """Notice jobs that have ended, if the device has no thread that does. Never waits."""
+        return
 
     def linger(self, seconds: float) -> None:
         """Wait at most `seconds` for a load that is about to end; return at once if none is."""

@@ -57,7 +57,7 @@ class StreamDevice(Device):
         self._runtime, self._now, self._synchronize = runtime, compute, synchronize
         self._paths = paths
         self._slot, self._blocks = slot, num_blocks
-        self.registration = Registration(runtime, tuning.register_chunk)
+        self.registration: Registration = Registration(runtime, tuning.register_chunk)
         self._owns_registration = True
 
         def make_buffers(path: Path) -> BounceBuffers:

@@ -18,8 +18,7 @@ from kvcache_client.session.grants import Slot
 from kvcache_client.session.namespace import Namespace
 from kvcache_client.session.region import Region
 from kvcache_client.session.settlements import Settlements
-from kvcache_client.session.supervisor import Supervisor
-from kvcache_client.session.telemetry import Telemetry
+from kvcache_client.session.supervisor import Supervisor, Telemetry
 from kvcache_proto import messages as m
 from kvcache_proto.endpoint import check_endpoint, default_endpoint
 from kvcache_proto.errors import RegionError

@@ -9,26 +9,62 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import zmq
 
 from kvcache_client.session.bell import Bell
 from kvcache_client.session.breaker import Backoff
 from kvcache_client.session.connection import Connection, Dialer
+from kvcache_client.session.counters import Gains
 from kvcache_client.session.daemon import Daemon
 from kvcache_client.session.namespace import Namespace
 from kvcache_client.session.region import Region
 from kvcache_client.session.settlements import Settlements
-from kvcache_client.session.telemetry import Telemetry
+from kvcache_proto import messages as m
 from kvcache_proto.errors import ClientError, KVCacheError, Unavailable
-from kvcache_proto.messages import Restate, Restated
+from kvcache_proto.types import Breaker
 
 logger = logging.getLogger("kvcache_client.session")
 
 GLIMPSE = 0.02  # seconds
 ASK_AGAIN = 2.0  # seconds after which a refused namespace is requested again: there may be room now
+REPORT_EVERY = 1.0  # seconds: `top` refreshes as often
 STEADY = 1.0  # seconds that a connection must have held for the next knock to come soon after its end
+
+
+class Telemetry:
+    """Reports at once if the breaker has opened or closed or the daemon is new, otherwise the changes every second."""
+
+    def __init__(self, daemon: Daemon) -> None:
+        self._daemon = daemon
+        self._gains = Gains(daemon.counters.snapshot)
+        self._lock = threading.Lock()
+        self._reported: tuple[m.Welcome, Breaker] | None = None
+        self._due = 0.0
+
+    def add_counts(self, source: Callable[[], Mapping[str, int]]) -> None:
+        """Report the counts that `source` returns, too; it is called on the supervisor's thread."""
+        self._gains.sources.append(source)
+
+    def seconds_left(self) -> float:
+        """Return the seconds until a report may be due."""
+        return max(0.0, self._due - time.monotonic())
+
+    def report(self, connection: Connection, at_once: bool = False) -> None:
+        """Send the changes if a report is due or `at_once`; never waits."""
+        welcome, now = connection.door.welcome, time.monotonic()
+        with self._lock:
+            state = welcome, Breaker.CLOSED if self._daemon.breaker.closed else Breaker.OPEN
+            if state == self._reported and now < self._due and not at_once:
+                return
+            self._due = now + REPORT_EVERY
+            gained, sums = self._gains.look()
+            if state == self._reported and not gained:
+                return
+            if self._daemon.post(connection, m.Tell(0, b"", state[1], gained), "stale_tells"):
+                self._gains.note(sums)
+                self._reported = state
 
 
 class Supervisor:
@@ -229,7 +265,7 @@ class Supervisor:
     def _restate(self, connection: Connection) -> None:
         """Report our state to a next daemon: leases, and the highest reservation in its predecessors' answers."""
         leases = list(connection.leases.items())
-        lost = self._daemon.ask(Restate(0, b"", connection.newest_reservation, leases), Restated, connection).lost
+        lost = self._daemon.ask(m.Restate(0, b"", connection.newest_reservation, leases), m.Restated, connection).lost
         self._daemon.count("sessions_resumed")
         self._daemon.count("leases_restated", len(leases) - len(lost))
         self._daemon.count("leases_lost", len(lost))
