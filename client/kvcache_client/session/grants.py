@@ -205,7 +205,7 @@ class Reservation:
         session has ended since, and if the daemon did not answer in time: then the commit is on its way. Raises the
         daemon's refusals.
         """
-        if not self.id:
+        if not self.id or self._connection is None:
             return []
         chosen = chosen_shards(shards, self._shards)
         self._open = False
