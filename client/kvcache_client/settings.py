@@ -21,13 +21,15 @@ BLOCK_TOKENS = 128
 # tests/bench/hybrids.py. With windows alone, it is not known where prompts part.
 CHECKPOINT_TOKENS = 16384
 CHECKPOINT_TOKENS_ALONE = 2048
-SAVES = ("all", "prompt")
-SAVE_MODES = ("eager", "lazy")
-VERIFY_MODES = ("off", "sample", "all")
 RESETS = ("new", "keep")  # any other value of `on_reset` is a version
-GATES = ("auto", "off")
-OVERLAPS = ("auto", "off")
-FAILURE_POLICIES = ("recompute", "fail")
+CHOICES = {
+    "save": ("all", "prompt"),
+    "save_mode": ("eager", "lazy"),
+    "gate": ("auto", "off"),
+    "overlap": ("auto", "off"),
+    "verify": ("off", "sample", "all"),
+    "kv_load_failure_policy": ("recompute", "fail"),
+}
 
 # Keys of other connectors, and what replaces them here.
 _MEMORY = "the daemon owns the memory: `kvcache-server serve --size 30GiB`; `num_cpu_blocks` bounds one engine's share"
@@ -102,40 +104,33 @@ def parse_settings(extra: Mapping[str, Any]) -> tuple[ConnectorSettings, list[st
                 if close
                 else f"known are {', '.join(ConnectorSettings.__struct_fields__)}"
             )
-            raise ConfigError(f"kv_connector_extra_config: unknown key {key!r}; {hint}")
+            raise _wrong(f"unknown key {key!r}; {hint}")
     try:
         settings = msgspec.convert(known, ConnectorSettings)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"kv_connector_extra_config: {error}") from None
+        raise _wrong(f"{error}") from None
     _check(settings)
     return settings, notes
+
+
+def _wrong(text: str) -> ConfigError:
+    return ConfigError(f"kv_connector_extra_config: {text}")
 
 
 def _check(settings: ConnectorSettings) -> None:
     for name in ("block_size", "num_cpu_blocks", "drain_ms", "canary_every", "checkpoint_tokens", "min_hits"):
         if (getattr(settings, name) or 0) < 0:
-            raise ConfigError(f"kv_connector_extra_config: {name} {getattr(settings, name)} is negative")
+            raise _wrong(f"{name} {getattr(settings, name)} is negative")
     if not 1 <= settings.deadline_ms <= 10_000:
-        raise ConfigError(f"kv_connector_extra_config: deadline_ms {settings.deadline_ms}: 1 to 10000")
+        raise _wrong(f"deadline_ms {settings.deadline_ms}: 1 to 10000")
     version = settings.on_reset
     if version not in RESETS and (version in ("", settings.weights_version) or len(version) > MAX_NAME):
-        raise ConfigError(
-            f"kv_connector_extra_config: on_reset {settings.on_reset!r}: new, keep, or the version of other weights "
-            "than the engine starts with"
+        raise _wrong(
+            f"on_reset {settings.on_reset!r}: new, keep, or the version of other weights than the engine starts with"
         )
-    choices = (
-        ("save", SAVES),
-        ("save_mode", SAVE_MODES),
-        ("gate", GATES),
-        ("overlap", OVERLAPS),
-        ("verify", VERIFY_MODES),
-        ("kv_load_failure_policy", FAILURE_POLICIES),
-    )
-    for name, allowed in choices:
+    for name, allowed in CHOICES.items():
         if getattr(settings, name) not in allowed:
-            raise ConfigError(
-                f"kv_connector_extra_config: {name} {getattr(settings, name)!r}: one of {', '.join(allowed)}"
-            )
+            raise _wrong(f"{name} {getattr(settings, name)!r}: one of {', '.join(allowed)}")
 
 
 def blocks_per_slot(settings: ConnectorSettings, engine_block_size: int, least: int = BLOCK_TOKENS) -> int:
@@ -145,7 +140,5 @@ def blocks_per_slot(settings: ConnectorSettings, engine_block_size: int, least: 
     """
     tokens = settings.block_size or -(-least // engine_block_size) * engine_block_size
     if tokens % engine_block_size:
-        raise ConfigError(
-            f"kv_connector_extra_config: block_size {tokens}: a multiple of the engine's {engine_block_size}"
-        )
+        raise _wrong(f"block_size {tokens}: a multiple of the engine's {engine_block_size}")
     return tokens // engine_block_size

@@ -297,7 +297,7 @@ class Worked(Request):
 
 
 class Reply(msgspec.Struct, tag=str.lower, array_like=True):
-    """`id` is that of the request."""
+    """The answer to the request with the same `id`."""
 
     id: int
 
@@ -307,7 +307,7 @@ class Attached(Reply):
 
 
 class Acquired(Reply):
-    """The answer to Acquire.
+    """The blocks of the longest cached prefix.
 
     In a namespace with tails, `slots` has the references of group 0, if that is no tail itself, and then, tail after
     tail, those of the last `min(needed(hits), hits - start)` blocks of the hits; none if `hits` is not above `start`.
@@ -328,8 +328,6 @@ class Acquired(Reply):
 
 
 class Reserved(Reply):
-    """The answer to Reserve."""
-
     reservation: int  # 0 if nothing was granted
     answers: bytes  # one Refusal per hash, run after run
     slots: bytes  # references of the granted blocks, in order
@@ -342,8 +340,6 @@ class Settled(Reply):
 
 
 class Distrusted(Reply):
-    """The answer to Distrust."""
-
     blocks: int  # that were forgotten
     writers: list[tuple[str, int]]  # (engine, session) per slot that stored the shard; ("", 0) if it held another block
 
@@ -375,7 +371,7 @@ class Unpinned(Reply):
 
 
 class Chained(Reply):
-    """The answer to Chain. If there is exactly one match, the other fields describe it."""
+    """If there is exactly one match, the other fields describe it."""
 
     matches: list[str]  # names of the requests, or namespaces of the blocks, that were meant, at most ten
     namespace: str = ""
@@ -399,14 +395,10 @@ class Cleared(Reply):
 
 
 class Restated(Reply):
-    """The answer to Restate."""
-
     lost: list[int] = []  # leases that could not be restored
 
 
 class Fenced(Reply):
-    """The answer to Fence."""
-
     reservations: int  # that were given up: their slots are in quarantine
 
 
@@ -431,8 +423,6 @@ class Seen(msgspec.Struct, array_like=True):
 
 
 class Watched(Reply):
-    """The answer to Watch."""
-
     next: int  # the next value for `since`
     lost: int  # lookups before these that could not be kept
     more: bool  # whether more are available

@@ -28,16 +28,12 @@ _PIECES = 4096  # of one direct batch
 
 
 class Path(ABC):
-    """One direction.
-
-    Attributes:
-        cache: the stream that touches the engine's blocks.
-        sections: the whole block, and the sections that it is divided into.
-    """
+    """One direction."""
 
     def __init__(self, runtime: Runtime, sections: Sequence[Section], saves: bool) -> None:
+        """`sections` are the whole block, and those that it is divided into."""
         self._runtime, self.sections, self._saves = runtime, sections, saves
-        self.cache = self._end = runtime.create_stream()  # the work of all streams ends at `_end`
+        self.cache = self._end = runtime.create_stream()  # one touches the engine's blocks, the other ends all work
 
     @abstractmethod
     def most(self, section: int) -> int:

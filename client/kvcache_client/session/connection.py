@@ -22,20 +22,15 @@ from kvcache_proto.messages import Settle
 
 
 class Connection:
-    """An open door, a channel and a region; and the grants since the welcome.
-
-    Attributes:
-        leases: by number of each held lease, the references that a next daemon restores it from: that of the last
-            block, then those of the tails' blocks.
-        newest_reservation: the highest reservation in answers of daemons that are gone.
-        owed: settlements that a gone daemon may not have seen, and the handlers of their answers; the next one gets
-            them.
-    """
+    """An open door, a channel and a region; and the grants since the welcome."""
 
     def __init__(self, door: Door, channel: Channel, region: Region) -> None:
         self.door, self.channel, self.region = door, channel, region
+        # By number of each held lease, the references that a next daemon restores it from: that of the last block, then
+        # those of the tails' blocks.
         self.leases: dict[int, bytes] = {}
-        self.newest_reservation = 0
+        self.newest_reservation = 0  # the highest one in answers of daemons that are gone
+        # What a gone daemon may not have seen, and the handlers of the answers: the next one gets it.
         self.owed: deque[tuple[Settle, Handler]] = deque()
 
     def resume(self, door: Door, channel: Channel) -> None:
