@@ -92,20 +92,21 @@ class CopyQueue:
 
     def put(self, job: Job, compute: Handle) -> int:
         """Start `job`, at once or `later`, behind all that is now queued on the stream `compute`; return its number,
-        counting from 1 on."""
+        counting from 1 on. Raises CopyError; then `ended` is not called."""
         with self._changed:
-            events = self._begin(job, compute)
-            if events is not None:
-                self._number += 1
-                entry = Entry(self._number, job, events)
-                self._entries.append(entry)
-                self._unended += 1
-                self._later.append(entry)
-                if not job.later:
-                    self._start_later(entry)
-                return entry.number
-        job.ended(job)
-        return 0
+            if self._stopping:
+                raise CopyError("the device is closed")
+            make = self._runtime.create_event
+            events = self._spare.pop() if self._spare else _Events(make(), make(True), make(True), make(), make())
+            self._runtime.record(events.ready, compute)
+            self._number += 1
+            entry = Entry(self._number, job, events)
+            self._entries.append(entry)
+            self._unended += 1
+            self._later.append(entry)
+            if not job.later:
+                self._start_later(entry)
+            return entry.number
 
     def start(self, job: Job) -> None:
         """Begin `job`, which was `later`, and those before it."""
@@ -283,20 +284,6 @@ class CopyQueue:
                 self._unended -= 1
                 self._room += len(job.blocks)
                 self._changed.notify_all()
-
-    def _begin(self, job: Job, compute: Handle) -> _Events | None:
-        """Return the job's events, `ready` recorded, or None with the job's error set."""
-        if self._stopping:
-            job.error = "the device is closed"
-            return None
-        try:
-            make = self._runtime.create_event
-            events = self._spare.pop() if self._spare else _Events(make(), make(True), make(True), make(), make())
-            self._runtime.record(events.ready, compute)
-        except CopyError as error:
-            job.error = str(error)
-            return None
-        return events
 
     # Threads.
 

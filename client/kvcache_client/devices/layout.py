@@ -9,11 +9,9 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from kvcache_proto.errors import ConfigError
-
-T = TypeVar("T")
 
 
 class Tensor(NamedTuple):
@@ -49,7 +47,7 @@ def block_fragments(tensors: Iterable[Tensor], num_blocks: int, block_bytes: int
 
     Raises ConfigError unless the fragments hold `block_bytes` bytes.
     """
-    found = _once(fragment for tensor in tensors for fragment in _tensor_fragments(tensor, num_blocks))
+    found = list(dict.fromkeys(each for tensor in tensors for each in _tensor_fragments(tensor, num_blocks)))
     _check_sum(found, block_bytes)
     return _merge(found)
 
@@ -83,16 +81,12 @@ def part_fragments(
     ConfigError unless the fragments hold `part_bytes` bytes, and the parts of a block are evenly spaced.
     """
     of_tensor = _head_fragments if by_head else _stripes
-    found = _once(fragment for tensor in tensors for fragment in of_tensor(tensor, num_blocks, parts))
+    found = dict.fromkeys(each for tensor in tensors for each in of_tensor(tensor, num_blocks, parts))
     _check_sum([part for part, _ in found], part_bytes)
     apart = {stride / part.stride for part, stride in found}
     if len(apart) > 1 or not min(apart).is_integer():
         raise ConfigError(f"the parts of KV tensors are not evenly spaced over blocks: {apart}")
     return [part for part, _ in found], Parts(parts, int(apart.pop()))
-
-
-def _once(found: Iterable[T]) -> list[T]:
-    return list(dict.fromkeys(found))
 
 
 def _check_sum(fragments: Sequence[Fragment], expected: int) -> None:
@@ -178,14 +172,11 @@ def layer_ends(layers: Iterable[Iterable[Tensor]], num_blocks: int, parts: int =
         return [part for part, _ in (_head_fragments if by_head else _stripes)(tensor, num_blocks, parts)]
 
     seen: set[Fragment] = set()
-    end, found = 0, []
+    ends = []
     for tensors in layers:
-        for fragment in (each for tensor in tensors for each in fragments_of(tensor)):
-            if fragment not in seen:
-                seen.add(fragment)
-                end += fragment.bytes
-        found.append(end)
-    return found
+        seen.update(each for tensor in tensors for each in fragments_of(tensor))
+        ends.append(sum(fragment.bytes for fragment in seen))
+    return ends
 
 
 def sections(fragments: Sequence[Fragment], ends: Sequence[int]) -> list[Section]:
