@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +21,9 @@ import numpy.typing as npt
 from kvcache_client.devices.layout import Section
 from kvcache_client.devices.runtime import Addresses, Handle, Runtime
 from kvcache_client.spans import Spans, join
+
+if TYPE_CHECKING:
+    from kvcache_client.devices.cuda_kernels import CudaPacker
 
 Blocks = npt.NDArray[np.int64]
 Cut = Callable[[Spans], Spans]
@@ -109,15 +112,6 @@ class Straight(Path):
         self._copy(cut(join(Spans(device, host, np.tile(sizes, len(blocks))))), self.cache)
 
 
-class Packer(Protocol):
-    """Moves blocks within device memory."""
-
-    most: int
-
-    def launch(self, gather: bool, blocks: Blocks, buffer: int, stream: Handle, section: int = 0) -> None:
-        """Queue the copy of a section of each block to (`gather`) or from `buffer`, where they are consecutive."""
-
-
 class _Buffer(NamedTuple):
     """A buffer of a stage. `host` copies between it and host memory; events: it is `full`, and it is `free`."""
 
@@ -133,7 +127,7 @@ class Staged(Path):
     def __init__(
         self,
         runtime: Runtime,
-        packer: Packer,
+        packer: CudaPacker,
         buffers: Sequence[int],
         buffer_bytes: int,
         sections: Sequence[Section],
