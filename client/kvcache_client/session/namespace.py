@@ -233,25 +233,20 @@ class Namespace:
     def _reservation(
         self, asked: Parts, connection: Connection | None, reply: m.Reply | None, reason: str
     ) -> Reservation:
-        granted: m.Reserved | None = None
         count = sum(blocks for _, blocks in asked)
-        parts: Parts = ()
-        if isinstance(reply, m.Reserved):
-            parts = _granted(asked, reply.answers)
-            wrong = wrong_reservation(reply, count, connection.region.holds) if connection is not None else ""
-            if wrong:
-                self._daemon.misbehaved(wrong)
-                self._daemon.count("reserves_refused")
-                self._disown(connection, reply)
-            else:
-                granted = reply
-        else:
-            if reply is None:
-                self._daemon.count(reason)
-            else:
-                self._daemon.refused(reply, "reserves_refused", connection)
-            connection = None
-        reservation = Reservation(self._settlements, parts, self.shards, count, connection, granted)
+        granted = reply if isinstance(reply, m.Reserved) else None
+        if reply is None:
+            self._daemon.count(reason)
+        elif granted is None:
+            self._daemon.refused(reply, "reserves_refused", connection)
+        elif connection is not None and (wrong := wrong_reservation(granted, count, connection.region.holds)):
+            self._daemon.misbehaved(wrong)
+            self._daemon.count("reserves_refused")
+            self._disown(connection, granted)
+            granted = None
+        parts = _granted(asked, granted.answers) if granted else ()
+        at = connection if granted else None
+        reservation = Reservation(self._settlements, parts, self.shards, count, at, granted)
         refusals = list(reservation.refused.values())
         for why in set(refusals):
             self._daemon.count(f"refused_{why}", refusals.count(why))
