@@ -34,13 +34,13 @@ def open_cuda(
     tuning = read_tuning()
     device = keep[0].device
     parts = sections(fragments, ends)
-    _, slot, fragments = parts[0]
+    slot, smallest = parts[0].bytes, min(fragment.bytes for fragment in fragments)
     with torch.cuda.device(device):
         torch.cuda.synchronize()  # makes the context, if there is none yet
         driver = Driver()
         held: list[torch.Tensor] = []  # our own device memory
         packer = None
-        if min(fragment.bytes for fragment in fragments) < tuning.staged_below:
+        if smallest < tuning.staged_below:
             try:
                 packer = _packer(driver, device, parts, tuning, held)
                 buffers, size = _stage(device, tuning.stage_bytes, slot, held)
@@ -51,7 +51,8 @@ def open_cuda(
                 held.clear()
                 logger.warning(
                     "no staging for KV fragments of %d bytes: each is copied by itself, which is much slower: %s",
-                    *(min(fragment.bytes for fragment in fragments), error),
+                    smallest,
+                    error,
                 )
 
     def make_path(saves: bool) -> Path:

@@ -43,7 +43,7 @@ def open_npu(
             raise Unsupported(f"KV cache in NPU format {layout}, whose bytes do not lie as its strides say")
     tuning, device = read_tuning(normal=_NORMAL), keep[0].device
     parts = sections(fragments, ends)
-    _, slot, fragments = parts[0]
+    slot = parts[0].bytes
     refused = "" if tuning.npu_register else _refusal(os.uname().release)
     runtime = NpuRuntime(device.index, fragments[0].pointer, _host_register(npu), refused)
     logger.info("%s: %s", device, runtime.describe())

@@ -174,7 +174,7 @@ class Channel:
                     may_send = self._flush()
                     self._drain()
                     # Receiving consumes the notification on `descriptor` that there is room again.
-                    may_send = may_send or self._has_room()
+                    may_send = may_send or bool(self._socket.getsockopt(zmq.EVENTS) & zmq.POLLOUT)
             finally:
                 self._lock.release()
             if self._followers:
@@ -307,9 +307,6 @@ class Channel:
                 return False
             outbox.popleft()
         return True
-
-    def _has_room(self) -> bool:
-        return bool(self._socket.getsockopt(zmq.EVENTS) & zmq.POLLOUT)
 
     def _await(self, number: int, until: float) -> Reply | None:
         self._leading, slow = True, False
