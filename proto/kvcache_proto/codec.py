@@ -23,6 +23,11 @@ _replies: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(REPLIES)
 _door: msgspec.msgpack.Decoder[DoorMessage] = msgspec.msgpack.Decoder(DoorMessage)
 
 
+def packed(value: object) -> msgspec.Raw:
+    """Return a part of a reply whose type only its writer and some readers know."""
+    return msgspec.Raw(encode(value))
+
+
 def decode_request(frame: bytes | memoryview) -> Request:
     """Return the request in `frame`. Raises BadFrame, or BadArgument if a value is out of bounds."""
     return _decode(_requests, frame, MAX_FRAME)

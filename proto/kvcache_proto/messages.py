@@ -161,7 +161,7 @@ class Note(msgspec.Struct, array_like=True):
 
     request: Name
     cause: Name  # a word of lower-case letters and underscores
-    age_ms: int = 0
+    age_ms: int = 0  # since then
     hashes: Hashes = []
 
 
@@ -232,7 +232,7 @@ class Stats(Request):
 
 
 class Clear(Request):
-    """Forget every READY, unleased block of one namespace, or of all if `namespace` is empty."""
+    """Forget every visible block of the namespace with that id, or of all if `namespace` is empty."""
 
     namespace: str = ""
 
@@ -320,11 +320,13 @@ class Acquired(Reply):
     hits: int  # blocks found, from the first hash on
     pending: int  # blocks after the hits that are being written
     slots: bytes  # references of the hits
-    withheld: int = 0  # blocks after the hits that are cached, but that the engine's quota does not allow it to pin
+    withheld: int = (
+        0  # cached blocks after the hits that its quota keeps the engine from pinning
+    )
     sums: bytes = b""  # if requested, SUM_BYTES per shard of each reference, 0 for none
     coming: int = 0
     eta_ms: int = 0
-    junction: int = 0  # blocks, more than are cached, after which the engine could continue if the tails had them
+    junction: int = 0  # blocks, more than are cached, after which it could continue if tails had theirs; 0 if none
 
 
 class Reserved(Reply):
@@ -387,7 +389,9 @@ class Pong(Reply):
 
 
 class Report(Reply):
-    stats: dict[str, Any]
+    """`stats` is a map of the figures in `status`; keys may be added."""
+
+    stats: msgspec.Raw
 
 
 class Cleared(Reply):
@@ -403,9 +407,9 @@ class Fenced(Reply):
 
 
 class Explained(Reply):
-    """For people and programs. Keys may be added, and are never removed."""
+    """`answer` is a map. Keys may be added, and are never removed."""
 
-    answer: dict[str, Any]
+    answer: msgspec.Raw
 
 
 class Seen(msgspec.Struct, array_like=True):

@@ -86,37 +86,28 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         int,
         _doc(
             "Unit in which memory is allocated: a power of two, 4 KiB to 2 MiB. 0 selects 4 KiB for a region of less "
-            "than 256 MiB, and 16 KiB for one of up to 64 GiB; larger regions have at most 4,194,304 pages.",
+            "than 256 MiB, 16 KiB up to 64 GiB, and beyond that at most 4,194,304 pages.",
             size=True,
         ),
     ] = 0
     lock: Annotated[
         Literal["auto", "always", "never"],
-        _doc(
-            "Lock the region into memory. `auto` tries to, and logs the reason if it cannot; "
-            "`always` refuses to start if it cannot."
-        ),
+        _doc("Lock the region into memory. If that fails, `auto` logs the reason, and `always` refuses to start."),
     ] = "auto"
     huge_pages: Annotated[
         Literal["auto", "always", "never"],
         _doc(
-            "Use huge pages for the region. `auto` uses what the kernel provides; `always` "
-            "refuses to start without huge pages."
+            "Use huge pages for the region. `auto` uses those that the kernel provides; `always` refuses to start "
+            "without them."
         ),
     ] = "auto"
     keep: Annotated[
         bool,
-        _doc(
-            "Keep the region in memory at exit, so that the next daemon finds its blocks. If "
-            "false, the region is removed."
-        ),
+        _doc("Keep the region in memory at exit, so that the next daemon finds its blocks."),
     ] = True
     strict: Annotated[
         bool,
-        _doc(
-            "Refuse to start if the previous daemon's region cannot be trusted. If false, the "
-            "region is set aside, and the cache starts empty."
-        ),
+        _doc("Refuse to start if the previous daemon's region cannot be trusted, instead of starting empty."),
     ] = False
     allow_uids: Annotated[
         tuple[int, ...],
@@ -131,8 +122,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     attach_rate: Annotated[
         float,
         _doc(
-            "Handshakes per second allowed to each user. After a pause, a burst of up to "
-            "`max_sessions` handshakes is allowed.",
+            "Handshakes per second allowed to each user; after a pause, a burst of up to `max_sessions`.",
             live=True,
         ),
     ] = 100.0
@@ -153,8 +143,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     retain_quota: Annotated[
         float,
         _doc(
-            "Share of the region that one engine may keep from eviction by hints of its requests; all engines together "
-            "may keep half of the region. 0 refuses these hints.",
+            "Share of the region that one engine may keep from eviction by hints of its requests; all engines "
+            "together, half of the region. 0 refuses these hints.",
             live=True,
         ),
     ] = 0.1
@@ -178,8 +168,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     grace: Annotated[
         float,
         _doc(
-            "Maximum number of seconds after a restart during which nothing is evicted, while engines reconnect; and "
-            "for which an engine that has lost its connection keeps its leases.",
+            "Maximum number of seconds after a restart during which nothing is evicted, while engines reconnect, and "
+            "for which an engine without a connection keeps its leases.",
             live=True,
         ),
     ] = 10.0
@@ -198,9 +188,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     ] = 0
     max_leases: Annotated[
         int,
-        _doc(
-            "Maximum number of leases of one session. Beyond this number, the session's lookups are misses.", live=True
-        ),
+        _doc("Maximum number of leases of one session; beyond it, lookups are misses.", live=True),
     ] = 4096
     http: Annotated[
         str,
@@ -232,9 +220,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     events_buffer: Annotated[int, _doc("Number of event batches kept for replays and for slow subscribers.")] = 10_000
     events_dialect: Annotated[
         Literal["0.26", "0.24", "0.23"],
-        _doc(
-            "Format of the events. Choose the vLLM version of the subscribers, or the latest listed version before it."
-        ),
+        _doc("Format of the events: the vLLM version of the subscribers, or the latest listed version before it."),
     ] = "0.26"
     events_hashes: Annotated[
         Literal["int", "bytes"],
@@ -242,16 +228,13 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     ] = "int"
     events_anywhere: Annotated[
         bool,
-        _doc(
-            "Allow `events` and `events_replay` addresses that other hosts can reach. They can "
-            "read the hash of every block."
-        ),
+        _doc("Allow `events` and `events_replay` addresses that other hosts can reach. They can read all hashes."),
     ] = False
     tier: Annotated[
         tuple[TierSettings, ...],
         _doc(
-            "Stores below the region, which the daemon starts as processes: URLs, separated by spaces in the "
-            "environment. In a file, each is a table `[[tier]]` with `url`, and perhaps `name` and `writes`.",
+            "Stores below the region: URLs, separated by spaces in the environment. In a file, each is a table "
+            "`[[tier]]` with `url`, and perhaps `name` and `writes`.",
             live=True,
         ),
     ] = ()
@@ -378,12 +361,13 @@ def settings() -> list[Setting]:
 
 
 def reference() -> str:
-    """Return the reference table in Markdown, generated from the struct."""
-    lines = ["| setting | type | default | what it does | SIGHUP |", "| --- | --- | --- | --- | --- |"]
-    lines += [
-        f"| `{row.name}` | {row.type} | {row.default} | {row.doc} | {'yes' if row.is_live else ''} |"
-        for row in settings()
-    ]
+    """Return the reference table in Markdown, generated from the struct. An asterisk marks the live settings."""
+    lines = ["| setting | default | what it does |", "| --- | --- | --- |"]
+    for row in settings():
+        others = [f"`{choice}`" for choice in row.choices if f"`{choice}`" != row.default]
+        default = f"{row.default}; or {', '.join(others)}" if others else row.default
+        name = f"`{row.name}`" + (r"\*" if row.is_live else "")
+        lines.append(f"| {name} | {default} | {row.doc} |")
     return "\n".join(lines) + "\n"
 
 

@@ -420,8 +420,11 @@ def write(directory: str, folder: Path) -> None:
 
 
 def totals(admin: AdminClient) -> dict[str, int]:
-    namespaces = admin.stats()["namespaces"]
-    return {key: sum(namespace[key] for namespace in namespaces) for key in ("blocks", "hit_blocks")}
+    namespaces = admin.status().namespaces
+    return {
+        "blocks": sum(namespace.blocks for namespace in namespaces),
+        "hit_blocks": sum(namespace.hit_blocks for namespace in namespaces),
+    }
 
 
 def table(rows: list[Row]) -> str:

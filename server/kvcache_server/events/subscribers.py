@@ -16,6 +16,7 @@ from collections.abc import Callable, Hashable, Sequence
 from kvcache_proto.endpoint import SCHEME, socket_path
 from kvcache_proto.errors import BadFrame, NotPermitted
 from kvcache_server.rates import Rate
+from kvcache_server.status import Connections
 from kvcache_server.transport.connections import ZmtpConnection, ZmtpServer
 from kvcache_server.transport.sockets import BACKLOG, Acceptor, Listener, Peer, choose_victim
 from kvcache_server.transport.zmtp import ROUTER, CutOff, Role
@@ -173,9 +174,8 @@ class SubscriberServer(ZmtpServer[EventConnection]):
             connection.close()
         self.loop.run_until_complete(asyncio.sleep(0))  # sends unsent messages, and closes descriptors
 
-    def figures(self) -> dict[str, int | dict[str, int]]:
-        """Return the number of connections, and of those terminated, by reason."""
-        return {"open": len(self._open), "cut": dict(self._cuts)}
+    def figures(self) -> Connections:
+        return Connections(len(self._open), 0, dict(self._cuts))
 
     def _count(self, reason: str) -> None:
         self._cuts[reason] += 1
