@@ -320,9 +320,7 @@ class Acquired(Reply):
     hits: int  # blocks found, from the first hash on
     pending: int  # blocks after the hits that are being written
     slots: bytes  # references of the hits
-    withheld: int = (
-        0  # cached blocks after the hits that its quota keeps the engine from pinning
-    )
+    withheld: int = 0  # cached blocks after the hits that its quota keeps the engine from pinning
     sums: bytes = b""  # if requested, SUM_BYTES per shard of each reference, 0 for none
     coming: int = 0
     eta_ms: int = 0
