@@ -41,6 +41,8 @@ class Stopped:
 
 
 def held(session: Session | AdminClient) -> list[tuple[int, int]]:
+    if isinstance(session, AdminClient):
+        return [(each.leases, each.reservations) for each in session.status().sessions]
     return [(each["leases"], each["reservations"]) for each in session.stats()["sessions"]]
 
 
