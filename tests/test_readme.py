@@ -98,10 +98,7 @@ def test_the_settings_of_the_connector(key: str) -> None:
     if value != "":
         said = str(value).lower() if isinstance(value, bool | str) else f"{value:g}"
         assert default.replace("`", "").split(" ")[0].rstrip(":;") == said
-    choices = {"save": connector.SAVES, "save_mode": connector.SAVE_MODES, "verify": connector.VERIFY_MODES}
-    choices["gate"] = connector.GATES
-    choices["kv_load_failure_policy"] = connector.FAILURE_POLICIES
-    assert all(f"`{choice}`" in what for choice in choices.get(key, ()))
+    assert all(f"`{choice}`" in what for choice in connector.CHOICES.get(key, ()))
 
 
 def test_a_plan_counts_with_the_defaults_of_the_connector() -> None:

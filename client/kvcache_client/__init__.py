@@ -8,12 +8,10 @@ Importing this touches no device and starts nothing.
 
 from __future__ import annotations
 
-from kvcache_client.session.lease import Lease
+from kvcache_client.session.grants import Lease, Reservation, Slot, Ticket
 from kvcache_client.session.namespace import Namespace
 from kvcache_client.session.region import Region
-from kvcache_client.session.reservation import Reservation, Ticket
 from kvcache_client.session.session import Session
-from kvcache_client.session.slots import Slot
 from kvcache_proto import __version__
 from kvcache_proto.errors import (
     BadArgument,

@@ -21,13 +21,15 @@ BLOCK_TOKENS = 128
 # tests/bench/hybrids.py. With windows alone, it is not known where prompts part.
 CHECKPOINT_TOKENS = 16384
 CHECKPOINT_TOKENS_ALONE = 2048
-SAVES = ("all", "prompt")
-SAVE_MODES = ("eager", "lazy")
-VERIFY_MODES = ("off", "sample", "all")
 RESETS = ("new", "keep")  # any other value of `on_reset` is a version
-GATES = ("auto", "off")
-OVERLAPS = ("auto", "off")
-FAILURE_POLICIES = ("recompute", "fail")
+CHOICES = {
+    "save": ("all", "prompt"),
+    "save_mode": ("eager", "lazy"),
+    "gate": ("auto", "off"),
+    "overlap": ("auto", "off"),
+    "verify": ("off", "sample", "all"),
+    "kv_load_failure_policy": ("recompute", "fail"),
+}
 
 # Keys of other connectors, and what replaces them here.
 _MEMORY = "the daemon owns the memory: `kvcache-server serve --size 30GiB`; `num_cpu_blocks` bounds one engine's share"
@@ -35,15 +37,8 @@ _NOT_HERE = "nothing replaces it, leave it out"
 FOREIGN = {
     "cpu_bytes_to_use": _MEMORY,
     "cpu_bytes_to_use_per_rank": _MEMORY,
-    "spec_name": _NOT_HERE,
-    "spec_module_path": _NOT_HERE,
     "kv_connector_module_path": "it belongs beside kv_connector_extra_config, not inside it",
-    "kv_offload_backend": _NOT_HERE,
     "canonical_layout": "`share_tp`",
-    "backpressure": _NOT_HERE,
-    "enable_telemetry": _NOT_HERE,
-    "max_tracker_size": _NOT_HERE,
-    "cache_policy_module_path": _NOT_HERE,
     "self_describing_kv_events": "the daemon's `events`, or vLLM's --kv-events-config",
     "use_layerwise": "`overlap`; blocks are saved whole, beside the forward pass",
     "eviction_policy": "the daemon evicts what is worth least; there is nothing to choose",
@@ -55,65 +50,39 @@ FOREIGN = {
     "load_async": "loads are asynchronous; see `overlap`",
     "lookup_async": "`deadline_ms` bounds every lookup",
     **dict.fromkeys(
+        ("spec_name", "spec_module_path", "kv_offload_backend", "backpressure", "enable_telemetry", "max_tracker_size"),
+        _NOT_HERE,
+    ),
+    **dict.fromkeys(("cache_policy_module_path", "num_workers"), _NOT_HERE),
+    **dict.fromkeys(
         ("disk_path", "disk_capacity_bytes", "disk_buffer_slots", "use_page_cache", "secondary_tiers"),
         "tiers belong to the daemon: `kvcache-server serve --tier`",
     ),
-    "num_workers": _NOT_HERE,
 }
-_FOREIGN_PREFIXES = ("lmcache", "mooncake", "mooncake_store")
+_FOREIGN_PREFIXES = ("lmcache", "mooncake")
 
 
 class ConnectorSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What an operator may set for the connector of one engine.
+    """The settings of one engine's connector; client/README.md describes them for operators."""
 
-    Attributes:
-        endpoint: where the daemon listens; empty means KVCACHE_ENDPOINT or the default path.
-        block_size: tokens per cached block, a multiple of the engine's block size; 0 means BLOCK_TOKENS or a little
-            more. An engine that publishes KV events does not use it: its cached blocks have its own block size.
-        num_cpu_blocks: cached blocks that this engine's saves may occupy; 0 is no bound.
-        deadline_ms: how long the scheduler waits for the daemon's answer.
-        save: `all` full blocks, or only those of the `prompt`.
-        save_mode: blocks are saved as soon as they are full (`eager`), or when the device is about to evict them
-            (`lazy`).
-        min_hits: a block is saved only once so many requests of this engine have asked for it; 0 is no limit.
-        checkpoint_tokens: of a model with windows, tokens between two places in a prompt where others can continue,
-            besides its end and where it parts from others; 0: none. None: CHECKPOINT_TOKENS, or
-            CHECKPOINT_TOKENS_ALONE of a model with windows alone.
-        drain_ms: how long a shutdown waits for running saves.
-        share_tp: whether engines share blocks with others that have another number of tensor-parallel ranks.
-        weights_version: names the weights; engines that name the same share, others do not.
-        on_reset: which weights the engine has after a reset of its cache: `new` ones, which no other engine shares; the
-            present ones, if its checkpoint has not changed (`keep`); or the version that is named.
-        gate: whether hits are loaded only where that is predicted to be faster than computing them (`auto`), or always
-            (`off`).
-        overlap: whether a request that is alone may be computed while it loads (`auto`), or not (`off`).
-        verify: for which blocks a checksum is taken on save and compared on load: `all`, none (`off`), or a `sample` of
-            one in 16.
-        canary_every: one in so many requests with a hit is computed all the same, and the cache compared with the
-            result; 0 is none.
-        kv_load_failure_policy: what vLLM does with a request whose load failed.
-        server_uids: users, by name or number, whose daemon is trusted besides root's and the engine's own; empty takes
-            KVCACHE_SERVER_UIDS.
-    """
-
-    endpoint: str = ""
-    block_size: int = 0
-    num_cpu_blocks: int = 0
-    deadline_ms: float = 50.0
-    save: str = "all"
-    save_mode: str = "eager"
-    min_hits: int = 0
-    checkpoint_tokens: int | None = None
-    drain_ms: float = 5000.0
-    share_tp: bool = False
-    weights_version: str = ""
-    on_reset: str = "new"
-    gate: str = "auto"
-    overlap: str = "auto"
-    verify: str = "off"
-    canary_every: int = 10_000
-    kv_load_failure_policy: str = "recompute"
-    server_uids: str | tuple[int | str, ...] = ""
+    endpoint: str = ""  # where the daemon listens; "" takes KVCACHE_ENDPOINT, or the default path
+    block_size: int = 0  # tokens of a cached block; 0 is BLOCK_TOKENS or a little more, or what KV events require
+    num_cpu_blocks: int = 0  # cached blocks that this engine's saves may occupy; 0 is no bound
+    deadline_ms: float = 50.0  # of the scheduler's requests to the daemon
+    save: str = "all"  # full blocks, or only those of the `prompt`
+    save_mode: str = "eager"  # once blocks are full, or once the device is about to evict them (`lazy`)
+    min_hits: int = 0  # requests of this engine that must have asked for a block before it is saved
+    checkpoint_tokens: int | None = None  # between places to continue in a model with windows; None: see above
+    drain_ms: float = 5000.0  # how long a shutdown waits for running saves
+    share_tp: bool = False  # share blocks with engines that have another number of tensor-parallel ranks
+    weights_version: str = ""  # engines that name the same one have the same weights
+    on_reset: str = "new"  # the weights after a reset of the cache: `new`, the present ones (`keep`), or a version
+    gate: str = "auto"  # load hits only if that is faster than computing them, or always (`off`)
+    overlap: str = "auto"  # compute a request that is alone while it loads, or not (`off`)
+    verify: str = "off"  # blocks whose checksums are taken and compared: `off`, `sample` (one in 16), `all`
+    canary_every: int = 10_000  # of so many requests with a hit, one is computed as well, to compare; 0 is none
+    kv_load_failure_policy: str = "recompute"  # vLLM's own setting
+    server_uids: str | tuple[int | str, ...] = ""  # users whose daemon is trusted besides root's and the engine's
 
 
 def parse_settings(extra: Mapping[str, Any]) -> tuple[ConnectorSettings, list[str]]:
@@ -135,40 +104,33 @@ def parse_settings(extra: Mapping[str, Any]) -> tuple[ConnectorSettings, list[st
                 if close
                 else f"known are {', '.join(ConnectorSettings.__struct_fields__)}"
             )
-            raise ConfigError(f"kv_connector_extra_config: unknown key {key!r}; {hint}")
+            raise _wrong(f"unknown key {key!r}; {hint}")
     try:
         settings = msgspec.convert(known, ConnectorSettings)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"kv_connector_extra_config: {error}") from None
+        raise _wrong(f"{error}") from None
     _check(settings)
     return settings, notes
+
+
+def _wrong(text: str) -> ConfigError:
+    return ConfigError(f"kv_connector_extra_config: {text}")
 
 
 def _check(settings: ConnectorSettings) -> None:
     for name in ("block_size", "num_cpu_blocks", "drain_ms", "canary_every", "checkpoint_tokens", "min_hits"):
         if (getattr(settings, name) or 0) < 0:
-            raise ConfigError(f"kv_connector_extra_config: {name} {getattr(settings, name)} is negative")
+            raise _wrong(f"{name} {getattr(settings, name)} is negative")
     if not 1 <= settings.deadline_ms <= 10_000:
-        raise ConfigError(f"kv_connector_extra_config: deadline_ms {settings.deadline_ms}: 1 to 10000")
+        raise _wrong(f"deadline_ms {settings.deadline_ms}: 1 to 10000")
     version = settings.on_reset
     if version not in RESETS and (version in ("", settings.weights_version) or len(version) > MAX_NAME):
-        raise ConfigError(
-            f"kv_connector_extra_config: on_reset {settings.on_reset!r}: new, keep, or the version of other weights "
-            "than the engine starts with"
+        raise _wrong(
+            f"on_reset {settings.on_reset!r}: new, keep, or the version of other weights than the engine starts with"
         )
-    choices = (
-        ("save", SAVES),
-        ("save_mode", SAVE_MODES),
-        ("gate", GATES),
-        ("overlap", OVERLAPS),
-        ("verify", VERIFY_MODES),
-        ("kv_load_failure_policy", FAILURE_POLICIES),
-    )
-    for name, allowed in choices:
+    for name, allowed in CHOICES.items():
         if getattr(settings, name) not in allowed:
-            raise ConfigError(
-                f"kv_connector_extra_config: {name} {getattr(settings, name)!r}: one of {', '.join(allowed)}"
-            )
+            raise _wrong(f"{name} {getattr(settings, name)!r}: one of {', '.join(allowed)}")
 
 
 def blocks_per_slot(settings: ConnectorSettings, engine_block_size: int, least: int = BLOCK_TOKENS) -> int:
@@ -178,7 +140,5 @@ def blocks_per_slot(settings: ConnectorSettings, engine_block_size: int, least: 
     """
     tokens = settings.block_size or -(-least // engine_block_size) * engine_block_size
     if tokens % engine_block_size:
-        raise ConfigError(
-            f"kv_connector_extra_config: block_size {tokens}: a multiple of the engine's {engine_block_size}"
-        )
+        raise _wrong(f"block_size {tokens}: a multiple of the engine's {engine_block_size}")
     return tokens // engine_block_size

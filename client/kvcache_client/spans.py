@@ -33,17 +33,22 @@ def join(spans: Spans) -> Spans:
 def cut(spans: Spans, begin: int, every: int) -> Spans:
     """Return `spans` so that no piece crosses, on the host's side, a multiple of `every` bytes from `begin`."""
     while True:
-        device, host, sizes = spans
-        room = np.uint64(every) - (host - np.uint64(begin)) % np.uint64(every)
-        long = sizes > room
-        if not long.any():
+        room = np.uint64(every) - (spans.host - np.uint64(begin)) % np.uint64(every)
+        if not (spans.sizes > room).any():
             return spans
-        head = np.where(long, room, sizes)
-        spans = Spans(
-            np.concatenate((device, (device + head)[long])),
-            np.concatenate((host, (host + head)[long])),
-            np.concatenate((head, (sizes - head)[long])),
-        )
+        spans = _cut_once(spans, room)
+
+
+def _cut_once(spans: Spans, room: Addresses) -> Spans:
+    """Return `spans` with piece i cut after `room[i]` bytes if it is longer; the rests follow all other pieces."""
+    device, host, sizes = spans
+    long = sizes > room
+    head = np.where(long, room, sizes)
+    return Spans(
+        np.concatenate((device, (device + head)[long])),
+        np.concatenate((host, (host + head)[long])),
+        np.concatenate((head, (sizes - head)[long])),
+    )
 
 
 class Runs(NamedTuple):
@@ -61,16 +66,10 @@ class Runs(NamedTuple):
             inside = host - np.uint64(base)
             run = np.searchsorted(self.begins, inside, side="right") - 1  # -1: it already lies in the region
             room = np.where(run < 0, sizes, self.begins[run] + self.sizes[run] - inside)
-            long = sizes > room
-            head = np.where(long, room, sizes)
-            if not long.any():
+            if not (sizes > room).any():
                 moved = np.where(run < 0, inside, self.offsets[run] + inside - self.begins[run])
                 return Spans(device, moved + np.uint64(base), sizes)
-            spans = Spans(
-                np.concatenate((device, (device + head)[long])),
-                np.concatenate((host, (host + head)[long])),
-                np.concatenate((head, (sizes - head)[long])),
-            )
+            spans = _cut_once(spans, room)
 
     def pieces(self, begin: int, size: int) -> list[tuple[int, int]]:
         """Return the places of `size` bytes from offset `begin` on, in order: offsets in the region, and sizes."""

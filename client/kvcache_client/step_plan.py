@@ -17,39 +17,23 @@ SHIPPED = 1024  # saves that are remembered, because ranks may yet report that t
 
 
 class LoadJob(msgspec.Struct, frozen=True, array_like=True):
-    """Fill device blocks from slots.
-
-    Attributes:
-        request: the request that loads; each rank reports it once, when the load has ended.
-        region: id of the region that the references belong to.
-        refs: packed slot references, REF_BYTES each.
-        blocks: device blocks, in order.
-        skip: blocks at the beginning of the first slot that the engine already has; `blocks` does not include them.
-        sums: checksums of every shard of each slot, SUM_BYTES each, 0 for none; b"" if nothing is verified.
-        group: the group of the slots. In an engine with several groups, `blocks` are those of whole slots, and 0 is one
-            that is not to be filled.
-        jobs: number of jobs of the request's load; it ends with the last one of them.
-        layered: if a rank can, it reports the load when it begins, and has each layer wait for its own section.
-    """
+    """Fill device blocks from slots. Each rank reports a request once, when the last of its loads has ended."""
 
     request: str
-    region: bytes
-    refs: bytes
-    blocks: list[int]
-    skip: int = 0
-    sums: bytes = b""
+    region: bytes  # id of the region that the references belong to
+    refs: bytes  # REF_BYTES per slot
+    blocks: list[int]  # device blocks, in order; with several groups, those of whole slots, and 0 is not to be filled
+    skip: int = 0  # blocks at the beginning of the first slot that the engine has, and that `blocks` leaves out
+    sums: bytes = b""  # SUM_BYTES per shard of each slot, 0 for none; empty if nothing is verified
     group: int = 0
-    jobs: int = 1
-    layered: bool = False
+    jobs: int = 1  # of this request's load
+    layered: bool = False  # a rank that can do so reports it when it begins, and has each layer wait for its section
 
 
 class SaveJob(msgspec.Struct, frozen=True, array_like=True):
     """Copy device blocks to the slots of one reservation, `len(blocks) / len(positions)` blocks per slot.
 
-    Attributes:
-        positions: numbers of granted blocks of the reservation; every rank settles each once its copy has ended.
-        summed: indices into `positions` of the blocks that a checksum is taken of.
-        group: the group of the slots.
+    Every rank settles each of `positions` (of granted blocks) once its copy has ended.
     """
 
     request: str
@@ -58,7 +42,7 @@ class SaveJob(msgspec.Struct, frozen=True, array_like=True):
     positions: list[int]
     refs: bytes
     blocks: list[int]
-    summed: list[int] = []
+    summed: list[int] = []  # indices into `positions` of the blocks that a checksum is taken of
     group: int = 0
 
 
@@ -72,29 +56,15 @@ class CheckJob(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StepPlan(msgspec.Struct, frozen=True, array_like=True):
-    """One step.
-
-    Attributes:
-        number: counts up; 0 is a step without work.
-        saves: to be started before anything of this step touches device memory.
-        given: device blocks that this step gives to another request and that a running save may still read.
-        loads: to be started after that.
-        finished: requests that ended since the last plan, for the log.
-        namespace: the namespace that the ranks write to from now on; None is no change.
-        checks: to be started with the saves.
-        timed: the step computes parts of prompts, and the ranks report its end.
-        unguarded: from now on no plan lists blocks that are given away: saves that still run have failed.
-    """
-
-    number: int = 0
-    saves: list[SaveJob] = []
-    given: list[int] = []
-    loads: list[LoadJob] = []
-    finished: list[str] = []
-    namespace: NamespaceSpec | None = None
-    checks: list[CheckJob] = []
-    timed: bool = False
-    unguarded: bool = False
+    number: int = 0  # counts up; 0 is a step without work
+    saves: list[SaveJob] = []  # to be started before anything of this step touches device memory
+    given: list[int] = []  # device blocks that this step gives to another request, and a running save may still read
+    loads: list[LoadJob] = []  # to be started after that
+    finished: list[str] = []  # requests that ended since the last plan, for the log
+    namespace: NamespaceSpec | None = None  # that the ranks write to from now on; None is no change
+    checks: list[CheckJob] = []  # to be started with the saves
+    timed: bool = False  # the step computes parts of prompts, and the ranks report its end
+    unguarded: bool = False  # from now on, plans leave `given` out: saves that still run have failed
 
 
 NOTHING = StepPlan()

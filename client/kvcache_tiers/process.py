@@ -14,9 +14,9 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
+from kvcache_client.session.grants import Reservation
 from kvcache_client.session.namespace import Namespace
 from kvcache_client.session.region import Region
-from kvcache_client.session.reservation import Reservation
 from kvcache_client.session.session import Session
 from kvcache_proto import messages as m
 from kvcache_proto.errors import BadArgument, ClientError, KVCacheError, NotPermitted, RegionError, Unavailable

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
 from kvcache_proto.errors import BadFrame
-from kvcache_proto.messages import DoorMessage, Reply, Request
+from kvcache_proto.messages import REPLIES, REQUESTS, DoorMessage, Reply, Request
 from kvcache_proto.text import escaped
+
+T = TypeVar("T")
 
 MAX_FRAME = 4 << 20  # `status` and a `restate` of many leases are the longest
 MAX_DOOR_FRAME = 64 << 10
 
 encode: Callable[[Any], bytes] = msgspec.msgpack.Encoder().encode
 
-_request = msgspec.msgpack.Decoder(Request)
-_reply = msgspec.msgpack.Decoder(Reply)
-_door = msgspec.msgpack.Decoder(DoorMessage)
+_requests: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(REQUESTS)
+_replies: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(REPLIES)
+_door: msgspec.msgpack.Decoder[DoorMessage] = msgspec.msgpack.Decoder(DoorMessage)
 
 
 def packed(value: object) -> msgspec.Raw:
@@ -28,23 +30,20 @@ def packed(value: object) -> msgspec.Raw:
 
 def decode_request(frame: bytes | memoryview) -> Request:
     """Return the request in `frame`. Raises BadFrame, or BadArgument if a value is out of bounds."""
-    message: Request = _decode(_request, frame, MAX_FRAME)
-    return message
+    return _decode(_requests, frame, MAX_FRAME)
 
 
 def decode_reply(frame: bytes | memoryview) -> Reply:
     """Return the reply in `frame`. Raises BadFrame."""
-    message: Reply = _decode(_reply, frame, MAX_FRAME)
-    return message
+    return _decode(_replies, frame, MAX_FRAME)
 
 
 def decode_door(frame: bytes | memoryview) -> DoorMessage:
     """Return the handshake message in `frame`. Raises BadFrame."""
-    message: DoorMessage = _decode(_door, frame, MAX_DOOR_FRAME)
-    return message
+    return _decode(_door, frame, MAX_DOOR_FRAME)
 
 
-def _decode(decoder: msgspec.msgpack.Decoder[Any], frame: bytes | memoryview, limit: int) -> Any:
+def _decode(decoder: msgspec.msgpack.Decoder[T], frame: bytes | memoryview, limit: int) -> T:
     if len(frame) > limit:
         raise BadFrame(f"frame of {len(frame)} bytes: at most {limit}")
     try:

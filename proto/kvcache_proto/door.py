@@ -51,7 +51,6 @@ def connect(door: socket.socket, endpoint: str) -> None:
 
 
 def frame(message: DoorMessage) -> bytes:
-    """Return `message` with its length in front."""
     body = encode(message)
     return LENGTH.pack(len(body)) + body
 

@@ -5,95 +5,73 @@ Each error has a `code`, its name on the wire, so that the client raises the sam
 
 from __future__ import annotations
 
+import re
+from typing import ClassVar
+
 
 class KVCacheError(Exception):
-    """The base class of every error that this project raises on purpose."""
+    """The base class of every error that this project raises on purpose. A class's `code` is its name: `bad_frame`."""
 
-    code = "error"
+    code: ClassVar[str] = "error"
+
+    def __init_subclass__(cls) -> None:
+        cls.code = re.sub("(?<=[a-z])(?=[A-Z])", "_", cls.__name__).lower()
 
 
 class ClientError(KVCacheError):
     """The caller made a mistake; the same call would fail again."""
 
-    code = "client_error"
-
 
 class BadFrame(ClientError):
     """The frame is not a message of this protocol."""
-
-    code = "bad_frame"
 
 
 class BadToken(ClientError):
     """The session token is unknown, or its session has ended."""
 
-    code = "bad_token"
-
 
 class VersionMismatch(ClientError):
     """Client and daemon have no protocol version in common."""
-
-    code = "version_mismatch"
 
 
 class GeometryMismatch(ClientError):
     """The namespace is registered with other groups, shard sizes or hash length."""
 
-    code = "geometry_mismatch"
-
 
 class BadArgument(ClientError):
     """A value is outside the bounds of the protocol; the message names the value and its bounds."""
-
-    code = "bad_argument"
 
 
 class UnknownHandle(ClientError):
     """The session does not hold this namespace, lease or reservation."""
 
-    code = "unknown_handle"
-
 
 class NotPermitted(ClientError):
     """The peer's uid and gid are not allowed, or a limit of the daemon is reached."""
-
-    code = "not_permitted"
 
 
 class ConfigError(ClientError):
     """A configuration value, file or flag is invalid."""
 
-    code = "config_error"
-
 
 class ServerError(KVCacheError):
     """The request was valid, and the daemon could not serve it."""
-
-    code = "server_error"
 
 
 class RegionError(ServerError):
     """The region cannot be created, mapped or trusted."""
 
-    code = "region_error"
-
 
 class EndpointTaken(ServerError):
     """Another daemon serves this endpoint."""
-
-    code = "endpoint_taken"
 
 
 class EndpointLost(ServerError):
     """The sockets of a running daemon were removed or replaced."""
 
-    code = "endpoint_lost"
-
 
 class Unavailable(ServerError):
     """No daemon answers at the endpoint, or not within the deadline."""
-
-    code = "unavailable"
 
 
 def _family(cls: type[KVCacheError]) -> dict[str, type[KVCacheError]]:

@@ -1,12 +1,14 @@
 """The messages, in the order in which an engine uses them. PROTOCOL.md is the normative text.
 
-Every request over ZeroMQ begins with `id`, which the client chooses and the reply repeats, and with `token`, from the
-handshake. A field is never removed or moved; a new one goes last and has a default.
+The tag of a message is its class's name in lower case. A field is never removed or moved; a new one goes last and has
+a default.
 """
 
 from __future__ import annotations
 
-from typing import Annotated
+from functools import reduce
+from operator import or_
+from typing import Annotated, Any
 
 import msgspec
 
@@ -24,11 +26,7 @@ from kvcache_proto.types import (
 
 PROTOCOL_VERSION = 3
 OLDEST_VERSION = 3
-SPOKEN = (
-    f"protocol {PROTOCOL_VERSION}"
-    if OLDEST_VERSION == PROTOCOL_VERSION
-    else (f"protocol {OLDEST_VERSION} to {PROTOCOL_VERSION}")
-)
+SPOKEN = f"protocol {OLDEST_VERSION}" + (f" to {PROTOCOL_VERSION}" if PROTOCOL_VERSION > OLDEST_VERSION else "")
 
 Name = Annotated[str, msgspec.Meta(max_length=MAX_NAME)]  # the daemon remembers it, so it is bounded when it is read
 Most = msgspec.Meta(max_length=MAX_HASHES)  # reading the millions that fit into a frame would block the daemon
@@ -46,7 +44,7 @@ Hashes = Annotated[list[bytes], msgspec.Meta(max_length=2 * MAX_HASHES)]
 # The handshake: one Hello, one Welcome or Error, then silence until one side ends.
 
 
-class Hello(msgspec.Struct, tag="hello", array_like=True, frozen=True):
+class Hello(msgspec.Struct, tag=str.lower, array_like=True, frozen=True):
     version: int
     engine: str
     label: str = ""
@@ -55,7 +53,7 @@ class Hello(msgspec.Struct, tag="hello", array_like=True, frozen=True):
     secret: bytes = b""
 
 
-class Welcome(msgspec.Struct, tag="welcome", array_like=True, frozen=True):
+class Welcome(msgspec.Struct, tag=str.lower, array_like=True, frozen=True):
     version: int
     session: int
     token: bytes
@@ -70,145 +68,117 @@ class Welcome(msgspec.Struct, tag="welcome", array_like=True, frozen=True):
 # Requests.
 
 
-class Attach(msgspec.Struct, tag="attach", array_like=True):
-    """Join a namespace as the writer and reader of `shards`; a scheduler joins with none.
-
-    `ceiling_bytes` limits what this engine's saves may occupy; 0 leaves the limit unchanged.
-    """
+class Request(msgspec.Struct, tag=str.lower, array_like=True):
+    """The client chooses `id`, which the reply repeats; `token` is from the handshake."""
 
     id: int
     token: bytes
+
+
+class Attach(Request):
+    """Join a namespace as the writer and reader of `shards`; a scheduler joins with none."""
+
     spec: NamespaceSpec
     shards: Shards = ()
-    ceiling_bytes: int = 0
+    ceiling_bytes: int = 0  # limit of what this engine's saves may occupy; 0 leaves it unchanged
 
 
-class Detach(msgspec.Struct, tag="detach", array_like=True):
+class Detach(Request):
     """Leave a namespace. It has no reply. Reads and writes in progress continue."""
 
-    id: int
-    token: bytes
     namespace: int
 
 
-class Acquire(msgspec.Struct, tag="acquire", array_like=True):
+class Acquire(Request):
     """Look up the longest cached prefix of `hashes`; with `pin`, take a lease; with `verify`, also return checksums.
 
     In a namespace with tails, a lookup of group 0 is for all groups: the longest prefix after which the engine can
     continue; it needs no blocks of tails before number `start`.
-
-    For a later `Why`: `request` is the engine's name for the request, `tokens` the length of its prompt, `salted`
-    whether its hashes contain a salt. A lookup without a name is not remembered.
     """
 
-    id: int
-    token: bytes
     namespace: int
     hashes: Hashes
     group: int = 0
     pin: bool = True
     verify: bool = False
-    request: Name = ""
-    tokens: int = 0
-    salted: bool = False
+    request: Name = ""  # the engine's name, for a later `Why`: a lookup without one is not remembered
+    tokens: int = 0  # of the request's prompt
+    salted: bool = False  # the hashes contain a salt
     start: int = 0
 
 
-class Release(msgspec.Struct, tag="release", array_like=True):
+class Release(Request):
     """End leases. It has no reply; an unknown lease is counted and ignored."""
 
-    id: int
-    token: bytes
     leases: Annotated[list[int], Most]
 
 
 class Run(msgspec.Struct, array_like=True):
-    """Blocks of one chain, each the child of the one before; `parent` is the parent of the first, None for a root.
+    """Blocks of one chain, each the child of the one before.
 
-    In a tail, each is the child of the block of group 0 that has the same hash, and `parent` is None. `group` is the
-    number of the blocks' group; if it is 0, `Reserve.group` is.
+    In a tail, each is the child of the block of group 0 that has the same hash, and `parent` is None.
     """
 
     hashes: Hashes
-    parent: bytes | None = None
-    group: int = 0
+    parent: bytes | None = None  # of the first; None for a root
+    group: int = 0  # 0: that of the Reserve
 
 
-class Reserve(msgspec.Struct, tag="reserve", array_like=True):
+class Reserve(Request):
     """Reserve space to write runs of blocks: one reservation for all requests of an engine's step."""
 
-    id: int
-    token: bytes
     namespace: int
     runs: Annotated[list[Run], msgspec.Meta(max_length=MAX_BLOCKS)]
     group: int = 0
 
 
-class Settle(msgspec.Struct, tag="settle", array_like=True):
+class Settle(Request):
     """Report the outcome of `shards` of the granted blocks at `positions`; no positions means all of them.
 
-    `outcome` is an Outcome. A writer settles its own shards. The session that reserved may settle any shard as
-    NEVER_STARTED, but only while it has not passed the slots to the writers.
-
-    `sums` are the checksums of the committed shards, SUM_BYTES per shard, position after position; empty if the writer
-    computed none.
+    A writer settles its own shards. The session that reserved may settle any shard as NEVER_STARTED, but only while it
+    has not passed the slots to the writers.
     """
 
-    id: int
-    token: bytes
     region: bytes
     reservation: int
     shards: Shards
-    outcome: int
+    outcome: int  # an Outcome
     positions: Annotated[list[int], Most] = []
-    sums: bytes = b""
+    sums: bytes = b""  # SUM_BYTES per committed shard, position after position; empty if the writer computed none
 
 
-class Distrust(msgspec.Struct, tag="distrust", array_like=True):
-    """Report that the blocks in `slots` (concatenated references) do not contain the stored bytes.
+class Distrust(Request):
+    """Report that blocks do not contain the stored bytes: they and all their descendants are forgotten."""
 
-    `finding` is a Finding. The blocks and all their descendants are forgotten.
-    """
-
-    id: int
-    token: bytes
     region: bytes
-    slots: bytes
+    slots: bytes  # concatenated references
     shard: int
-    finding: int
+    finding: int  # a Finding
 
 
 class Note(msgspec.Struct, array_like=True):
-    """A note of the engine: the cause for which it made no lookup for `request`, or did not save its blocks `hashes`.
-
-    `cause` is a word of lower-case letters and underscores, `age_ms` the time since then.
-    """
+    """The reason that the engine made no lookup for `request`, or did not save its blocks `hashes`."""
 
     request: Name
-    cause: Name
-    age_ms: int = 0
+    cause: Name  # a word of lower-case letters and underscores
+    age_ms: int = 0  # since then
     hashes: Hashes = []
 
 
-class Remark(msgspec.Struct, tag="remark", array_like=True):
+class Remark(Request):
     """Notes on requests, for a later `Why`. It has no reply; invalid notes are counted."""
 
-    id: int
-    token: bytes
     namespace: int
     notes: Annotated[list[Note], msgspec.Meta(max_length=MAX_NOTES)]
     group: int = 0
 
 
-class Retain(msgspec.Struct, tag="retain", array_like=True):
+class Retain(Request):
     """Keep `hashes`, a chain from its root on, from being evicted for `seconds`, within the engine's quota.
 
-    Blocks that are not cached yet are kept once they are. Blocks that do not fit are refused. `request` is the engine's
-    name for the request, for a later `Why`.
+    Blocks that are not cached yet are kept once they are. Blocks that do not fit are refused.
     """
 
-    id: int
-    token: bytes
     namespace: int
     hashes: Hashes
     seconds: float
@@ -216,14 +186,10 @@ class Retain(msgspec.Struct, tag="retain", array_like=True):
     request: Name = ""
 
 
-class Drop(msgspec.Struct, tag="drop", array_like=True):
-    """Report that the end of the chain `hashes` is not needed again: its blocks that are not shared are evicted first.
+class Drop(Request):
+    """Report that the chain `hashes` is not needed again after its first `after` blocks: those that no other chain
+    shares are evicted first."""
 
-    The first `after` blocks stay as they are.
-    """
-
-    id: int
-    token: bytes
     namespace: int
     hashes: Hashes
     after: int = 0
@@ -231,302 +197,223 @@ class Drop(msgspec.Struct, tag="drop", array_like=True):
     request: Name = ""
 
 
-class Pin(msgspec.Struct, tag="pin", array_like=True):
-    """For operators: keep `hashes`, a chain from its root on, until `Unpin`. `namespace` is an id."""
+class Pin(Request):
+    """For operators: keep `hashes`, a chain from its root on, until `Unpin`."""
 
-    id: int
-    token: bytes
-    namespace: str
+    namespace: str  # its id
     hashes: Hashes
     group: int = 0
     label: Name = ""
 
 
-class Unpin(msgspec.Struct, tag="unpin", array_like=True):
-    """For operators: end the pin with that number, or all pins if it is 0."""
+class Unpin(Request):
+    """For operators: end a pin, or all if `pin` is 0."""
 
-    id: int
-    token: bytes
     pin: int = 0
 
 
-class Chain(msgspec.Struct, tag="chain", array_like=True):
+class Chain(Request):
     """For operators: ask for the hashes of a request's prompt, or of the cached chain that ends in a block.
-
-    Either `request` is the name of a request, or a part that no other name contains; or `hash` is a block's hash, or
-    its last bytes, at least 8. `namespace` is an id, "" for any. It has lower priority, as Stats has.
-    """
-
-    id: int
-    token: bytes
-    request: Name = ""
-    hash: Annotated[bytes, msgspec.Meta(max_length=MAX_HASH_BYTES)] = b""
-    namespace: str = ""
-
-
-class Ping(msgspec.Struct, tag="ping", array_like=True):
-    id: int
-    token: bytes
-
-
-class Stats(msgspec.Struct, tag="stats", array_like=True):
-    """Ask for the daemon's figures. It has lower priority: Unavailable if another such request of the session waits."""
-
-    id: int
-    token: bytes
-
-
-class Clear(msgspec.Struct, tag="clear", array_like=True):
-    """Forget every visible block of the namespace with that id, or of all if `namespace` is empty."""
-
-    id: int
-    token: bytes
-    namespace: str = ""
-
-
-class Restate(msgspec.Struct, tag="restate", array_like=True):
-    """Report the leases that a resumed session still holds, and the reservations that it received.
-
-    `leases` are [lease, reference of its last block, followed by those of its tails' blocks]; `heard` is the highest
-    reservation that the session received. Later ones are given back.
-    """
-
-    id: int
-    token: bytes
-    heard: int
-    leases: Annotated[list[tuple[int, bytes]], Most] = []
-
-
-class Fence(msgspec.Struct, tag="fence", array_like=True):
-    """End a session whose process is alive but does not reconnect. The operator asserts that it never writes again."""
-
-    id: int
-    token: bytes
-    session: int
-
-
-class Tell(msgspec.Struct, tag="tell", array_like=True):
-    """Report the state of the client. It has no reply.
-
-    `breaker` is a Breaker; `counts` has the client's counts, by name, since its last report.
-    """
-
-    id: int
-    token: bytes
-    breaker: int
-    counts: Annotated[dict[str, int], msgspec.Meta(max_length=2 * MAX_NAMES)] = {}
-
-
-class Why(msgspec.Struct, tag="why", array_like=True):
-    """Ask why a request had no hit. `request` is its name, or a part that no other name contains.
 
     It has lower priority, as Stats has.
     """
 
-    id: int
-    token: bytes
-    request: Name
+    request: Name = ""  # a name, or a part that no other name contains
+    hash: Annotated[bytes, msgspec.Meta(max_length=MAX_HASH_BYTES)] = b""  # or its last bytes, at least 8
+    namespace: str = ""  # an id; "" for any
 
 
-class Watch(msgspec.Struct, tag="watch", array_like=True):
+class Ping(Request):
+    """Ask for a Pong."""
+
+
+class Stats(Request):
+    """Ask for the daemon's figures. It has lower priority: Unavailable if another such request of the session waits."""
+
+
+class Clear(Request):
+    """Forget every visible block of the namespace with that id, or of all if `namespace` is empty."""
+
+    namespace: str = ""
+
+
+class Restate(Request):
+    """Report what a resumed session still holds."""
+
+    heard: int  # the highest reservation that it received: later ones are given back
+    # [lease, reference of its last block, followed by those of its tails' blocks]
+    leases: Annotated[list[tuple[int, bytes]], Most] = []
+
+
+class Fence(Request):
+    """End a session whose process is alive but does not reconnect. The operator asserts that it never writes again."""
+
+    session: int
+
+
+class Tell(Request):
+    """Report the state of the client. It has no reply."""
+
+    breaker: int  # a Breaker
+    counts: Annotated[dict[str, int], msgspec.Meta(max_length=2 * MAX_NAMES)] = {}  # by name, since the last report
+
+
+class Why(Request):
+    """Ask why a request had no hit. It has lower priority, as Stats has."""
+
+    request: Name  # as in Chain
+
+
+class Watch(Request):
     """Ask for the lookups from number `since` on; 0 means from now on. They are kept only while a client asks."""
 
-    id: int
-    token: bytes
     since: int = 0
 
 
-class Work(msgspec.Struct, tag="work", array_like=True):
+class Work(Request):
     """Ask for work as the tier `tier`: answered by Jobs once there is some, or after half a second.
 
-    Only sessions of the daemon's own user may be tiers. `batch_bytes` is the tier's preferred size of a write; `writes`
-    is the policy by which it wants blocks, one of WRITE_POLICIES. If `writes_off` is not empty, it is the reason that
-    the tier gets nothing to write until it asks for work without it; `removals_off` is the reason that wrong values
-    stay there.
+    Only sessions of the daemon's own user may be tiers.
     """
 
-    id: int
-    token: bytes
     tier: Name
-    batch_bytes: int
-    writes: Name = "second"
-    writes_off: Name = ""
-    removals_off: Name = ""
+    batch_bytes: int  # the preferred size of a write
+    writes: Name = "second"  # one of WRITE_POLICIES
+    writes_off: Name = ""  # why the tier gets nothing to write until it asks for work without a reason
+    removals_off: Name = ""  # why wrong values stay in the tier
 
 
-class Worked(msgspec.Struct, tag="worked", array_like=True):
-    """Report the outcomes of jobs, by their numbers. It has no reply; unknown numbers are counted.
+class Worked(Request):
+    """Report the outcomes of jobs, by their numbers, a byte per block. It has no reply; unknown numbers are counted."""
 
-    Each answer has a byte per block of its job: in `found` it is 1 if the tier has the block of a Look, in `brought` if
-    the block of a Bring is cached or being written, in `written` if the tier has the block of a WriteOut. If `off` is
-    not empty, it is the reason that the tier gets no further jobs until it asks for some, and `writes_off` is that of
-    the next Work, which may be late.
-    """
-
-    id: int
-    token: bytes
-    found: Outcomes = []
-    brought: Outcomes = []
-    written: Outcomes = []
-    off: Name = ""
-    writes_off: Name = ""
+    found: Outcomes = []  # of a Look: 1 if the tier has the block
+    brought: Outcomes = []  # of a Bring: 1 if the block is cached or being written
+    written: Outcomes = []  # of a WriteOut: 1 if the tier has the block
+    off: Name = ""  # why the tier gets no further jobs until it asks for some
+    writes_off: Name = ""  # that of the next Work, which may be late
 
 
 # Replies.
 
 
-class Attached(msgspec.Struct, tag="attached", array_like=True):
+class Reply(msgspec.Struct, tag=str.lower, array_like=True):
+    """The answer to the request with the same `id`."""
+
     id: int
+
+
+class Attached(Reply):
     namespace: int
 
 
-class Acquired(msgspec.Struct, tag="acquired", array_like=True):
-    """`hits` is the number of blocks found from the first hash on, `slots` has their references.
+class Acquired(Reply):
+    """The blocks of the longest cached prefix.
 
     In a namespace with tails, `slots` has the references of group 0, if that is no tail itself, and then, tail after
     tail, those of the last `min(needed(hits), hits - start)` blocks of the hits; none if `hits` is not above `start`.
 
-    `lease` is 0 if nothing is pinned. After the hits, `pending` blocks are being written; `withheld` blocks are cached,
-    but the engine's quota does not allow it to pin them until it has released others. `sums` has the checksum of each
-    shard of each reference, SUM_BYTES each, if it was requested; 0 means none.
-
     A tier is bringing the `coming` blocks after the hits, some of which may be pending, in about `eta_ms`. If only
     `eta_ms` is not 0, tiers are being asked, and will have answered by then.
-
-    In a namespace with tails, the engine could continue after `junction` blocks, more than are cached, if the tails had
-    the blocks for that; 0 if there is no such number.
     """
 
-    id: int
-    lease: int
-    hits: int
-    pending: int
-    slots: bytes
-    withheld: int = 0
-    sums: bytes = b""
+    lease: int  # 0 if nothing is pinned
+    hits: int  # blocks found, from the first hash on
+    pending: int  # blocks after the hits that are being written
+    slots: bytes  # references of the hits
+    withheld: int = 0  # cached blocks after the hits that its quota keeps the engine from pinning
+    sums: bytes = b""  # if requested, SUM_BYTES per shard of each reference, 0 for none
     coming: int = 0
     eta_ms: int = 0
-    junction: int = 0
+    junction: int = 0  # blocks, more than are cached, after which it could continue if tails had theirs; 0 if none
 
 
-class Reserved(msgspec.Struct, tag="reserved", array_like=True):
-    """`answers` has one Refusal per hash, run after run; `slots` has the references of the granted blocks, in order.
-
-    `reservation` is 0 if nothing was granted.
-    """
-
-    id: int
-    reservation: int
-    answers: bytes
-    slots: bytes
+class Reserved(Reply):
+    reservation: int  # 0 if nothing was granted
+    answers: bytes  # one Refusal per hash, run after run
+    slots: bytes  # references of the granted blocks, in order
 
 
-class Settled(msgspec.Struct, tag="settled", array_like=True):
+class Settled(Reply):
     """One Verdict per settled block, in the order of the positions."""
 
-    id: int
     verdicts: bytes
 
 
-class Distrusted(msgspec.Struct, tag="distrusted", array_like=True):
-    """`blocks` is the number of forgotten blocks; `writers` has the (engine, session) per slot that stored the shard.
+class Distrusted(Reply):
+    blocks: int  # that were forgotten
+    writers: list[tuple[str, int]]  # (engine, session) per slot that stored the shard; ("", 0) if it held another block
 
-    It is ("", 0) if the slot held another block by then.
-    """
 
-    id: int
+class Retained(Reply):
+    """`blocks` of the chain are kept from now on."""
+
     blocks: int
-    writers: list[tuple[str, int]]
+    refused: str = ""  # why no more of the cached ones are kept; "" if all are
 
 
-class Retained(msgspec.Struct, tag="retained", array_like=True):
-    """`blocks` of the chain are kept from now on; `refused` is the reason that no more of the cached ones are, "" if
-    all are."""
-
-    id: int
-    blocks: int
-    refused: str = ""
-
-
-class Dropped(msgspec.Struct, tag="dropped", array_like=True):
+class Dropped(Reply):
     """`blocks` are evicted before all others."""
 
-    id: int
     blocks: int
 
 
-class Pinned(msgspec.Struct, tag="pinned", array_like=True):
-    """`pin` is the number of the pin; `blocks` of its chain are cached, and kept from now on."""
+class Pinned(Reply):
+    """`blocks` of the chain are cached, and kept from now on by the pin with the number `pin`."""
 
-    id: int
     pin: int
     blocks: int
 
 
-class Unpinned(msgspec.Struct, tag="unpinned", array_like=True):
+class Unpinned(Reply):
     """`pins` is the number of ended pins."""
 
-    id: int
     pins: int
 
 
-class Chained(msgspec.Struct, tag="chained", array_like=True):
-    """`matches` are the names of the requests, or the namespaces of the blocks, that were meant, at most ten.
+class Chained(Reply):
+    """If there is exactly one match, the other fields describe it."""
 
-    If there is exactly one, the other fields describe it: `cached` of its `hashes` are cached.
-    """
-
-    id: int
-    matches: list[str]
+    matches: list[str]  # names of the requests, or namespaces of the blocks, that were meant, at most ten
     namespace: str = ""
     model: str = ""
     group: int = 0
     block_tokens: int = 0
-    cached: int = 0
+    cached: int = 0  # of the hashes
     hashes: list[bytes] = []
 
 
-class Pong(msgspec.Struct, tag="pong", array_like=True):
-    id: int
+class Pong(Reply):
+    """The answer to Ping."""
 
 
-class Report(msgspec.Struct, tag="report", array_like=True):
+class Report(Reply):
     """`stats` is a map of the figures in `status`; keys may be added."""
 
-    id: int
     stats: msgspec.Raw
 
 
-class Cleared(msgspec.Struct, tag="cleared", array_like=True):
-    id: int
+class Cleared(Reply):
     blocks: int
 
 
-class Restated(msgspec.Struct, tag="restated", array_like=True):
-    """`lost` are the leases that could not be restored."""
-
-    id: int
-    lost: list[int] = []
+class Restated(Reply):
+    lost: list[int] = []  # leases that could not be restored
 
 
-class Fenced(msgspec.Struct, tag="fenced", array_like=True):
-    """`reservations` is the number of the session's reservations given up; their slots are in quarantine."""
-
-    id: int
-    reservations: int
+class Fenced(Reply):
+    reservations: int  # that were given up: their slots are in quarantine
 
 
-class Explained(msgspec.Struct, tag="explained", array_like=True):
+class Explained(Reply):
     """`answer` is a map. Keys may be added, and are never removed."""
 
-    id: int
     answer: msgspec.Raw
 
 
 class Seen(msgspec.Struct, array_like=True):
-    """One lookup: its time (by a monotonic clock), engine and request, and the blocks requested and found."""
+    """One lookup: the blocks requested and found."""
 
-    at_ms: int
+    at_ms: int  # by a monotonic clock
     engine: str
     request: str
     namespace: int
@@ -537,13 +424,10 @@ class Seen(msgspec.Struct, array_like=True):
     hashes: list[bytes]
 
 
-class Watched(msgspec.Struct, tag="watched", array_like=True):
-    """`next` is the next value for `since`; `lost` lookups before these could not be kept; `more` are available."""
-
-    id: int
-    next: int
-    lost: int
-    more: bool
+class Watched(Reply):
+    next: int  # the next value for `since`
+    lost: int  # lookups before these that could not be kept
+    more: bool  # whether more are available
     lookups: list[Seen]
 
 
@@ -567,37 +451,32 @@ class Bring(msgspec.Struct, array_like=True):
 
 
 class WriteOut(msgspec.Struct, array_like=True):
-    """Store blocks in the tier. They are leased until the job is reported.
-
-    `slots` has their references, `sums` the checksum of each shard, SUM_BYTES each, 0 for none.
-    """
+    """Store blocks in the tier. They are leased until the job is reported."""
 
     number: int
     namespace: str
     group: int
     hashes: list[bytes]
-    slots: bytes
-    sums: bytes
+    slots: bytes  # references
+    sums: bytes  # SUM_BYTES per shard, 0 for none
 
 
-class Jobs(msgspec.Struct, tag="jobs", array_like=True):
-    """Work for a tier; `specs` are those of the jobs' namespaces that it has not attached."""
+class Jobs(Reply):
+    """Work for a tier."""
 
-    id: int
-    specs: list[NamespaceSpec] = []
+    specs: list[NamespaceSpec] = []  # of the jobs' namespaces that it has not attached
     looks: list[Look] = []
     brings: list[Bring] = []
     writes: list[WriteOut] = []
 
 
-class Error(msgspec.Struct, tag="error", array_like=True):
+class Error(Reply):
     """`code` names a class of errors.py; `id` is 0 if the request could not be read.
 
     Both sides log the message, which may contain names chosen by other clients. So it is turned into one line of
     printable text, both when it is sent and when it is received.
     """
 
-    id: int
     code: str
     message: str
 
@@ -605,50 +484,6 @@ class Error(msgspec.Struct, tag="error", array_like=True):
         self.code, self.message = escaped(self.code), escaped(self.message)
 
 
-Request = (
-    Attach
-    | Detach
-    | Acquire
-    | Release
-    | Reserve
-    | Settle
-    | Distrust
-    | Ping
-    | Stats
-    | Clear
-    | Restate
-    | Fence
-    | Tell
-    | Remark
-    | Why
-    | Watch
-    | Retain
-    | Drop
-    | Pin
-    | Unpin
-    | Chain
-    | Work
-    | Worked
-)
-Reply = (
-    Attached
-    | Acquired
-    | Reserved
-    | Settled
-    | Distrusted
-    | Pong
-    | Report
-    | Cleared
-    | Restated
-    | Fenced
-    | Explained
-    | Watched
-    | Retained
-    | Dropped
-    | Pinned
-    | Unpinned
-    | Chained
-    | Jobs
-    | Error
-)
 DoorMessage = Hello | Welcome | Error
+REQUESTS: Any = reduce(or_, Request.__subclasses__())  # for decoders: a message's tag selects its class
+REPLIES: Any = reduce(or_, Reply.__subclasses__())

@@ -71,20 +71,16 @@ ROW_FIELDS = {
 
 
 class RowBody(NamedTuple):
-    """The fields of a row that describe the block granted there.
-
-    `owner` is the session that reserved it, `engine` the daemon's number for its engine, `position` that of the block
-    in its `reservation`, and `writers` the daemon's number for the set of sessions that write its shards.
-    """
+    """The fields of a row that describe the block granted there."""
 
     namespace: int
     group: int
     block_hash: bytes
-    owner: int = 0
+    owner: int = 0  # the session that reserved it
     reservation: int = 0
-    position: int = 0
-    writers: int = 0
-    engine: int = 0
+    position: int = 0  # in its reservation
+    writers: int = 0  # the daemon's number for the set of sessions that write its shards
+    engine: int = 0  # the daemon's number for the owner's engine
 
 
 RowFields = tuple[int, int, bytes, int, int, int, int, int]  # of a RowBody, which takes longer to create than to write
@@ -92,13 +88,13 @@ Run = tuple[int, int]  # the first page, and the number of pages
 
 
 class Row(NamedTuple):
-    """The row of a block as it was read. `parent` is the generation of the parent's row, 0 for a root."""
+    """The row of a block as it was read."""
 
     state: int
     generation: int
     tick: int
     settled: int
-    parent: int
+    parent: int  # the generation of the parent's row, 0 for a root
     body: RowBody
 
 
@@ -137,7 +133,6 @@ def default_page(size: int) -> int:
 
 
 def pages_of(block_bytes: int, page_bytes: int) -> int:
-    """Return the number of pages that a block of `block_bytes` takes."""
     return -(-block_bytes // page_bytes)
 
 
@@ -150,8 +145,7 @@ def found_geometry(header: memoryview) -> PoolGeometry | None:
     w = header[:HEADER].cast("Q")
     if w[_H_MAGIC] == 0 or w[_H_ROWS] == ROWS_GIVEN_UP:
         return None
-    region_id = bytes(header[_H_ID * WORD : (_H_ID + 2) * WORD])
-    geometry = PoolGeometry(region_id, w[_H_BYTES], w[_H_PAGE_BYTES], w[_H_PAGES], w[_H_DATA])
+    geometry = _geometry(header)
     _check(header, geometry)
     if w[_H_ROWS] != ROWS_FORMAT:
         raise RegionError(f"rows of format {w[_H_ROWS]}: this version reads {ROWS_FORMAT}")
@@ -159,23 +153,27 @@ def found_geometry(header: memoryview) -> PoolGeometry | None:
 
 
 def is_given_up(header: memoryview) -> bool:
-    """Return whether the region whose first HEADER bytes are `header` was given up by its daemon."""
     return bool(header[:HEADER].cast("Q")[_H_ROWS] == ROWS_GIVEN_UP)
 
 
+def _geometry(header: memoryview) -> PoolGeometry:
+    w = header[:HEADER].cast("Q")
+    region_id = bytes(header[_H_ID * WORD : (_H_ID + 2) * WORD])
+    return PoolGeometry(region_id, w[_H_BYTES], w[_H_PAGE_BYTES], w[_H_PAGES], w[_H_DATA])
+
+
 def _check(header: memoryview, geometry: PoolGeometry) -> None:
-    w, g = header[:HEADER].cast("Q"), geometry
+    w, found = header[:HEADER].cast("Q"), _geometry(header)
     if w[_H_MAGIC] != MAGIC:
         raise RegionError("no region: the magic is missing")
     if w[_H_VERSION] != FORMAT_VERSION:
         raise RegionError(f"region format {w[_H_VERSION]}: this version reads {FORMAT_VERSION}")
     if w[_H_CHECK] != _header_checksum(header):
         raise RegionError("torn region: the header's checksum fails")
-    if bytes(header[_H_ID * WORD : (_H_ID + 2) * WORD]) != g.region_id:
+    if found.region_id != geometry.region_id:
         raise RegionError("another region: its id differs from the one handed over")
-    found = (w[_H_BYTES], w[_H_PAGE_BYTES], w[_H_PAGES], w[_H_DATA])
-    if found != (g.region_bytes, g.page_bytes, g.pages, g.data_offset):
-        raise RegionError(f"region divided as {found}, announced as {g}")
+    if found != geometry:
+        raise RegionError(f"region divided as {found}, announced as {geometry}")
 
 
 def _header_checksum(header: memoryview) -> int:
@@ -322,7 +320,7 @@ class RegionRows:
         if pages > self.geometry.pages:  # a forged chain of runs may be a cycle
             raise RegionError(f"no block of {pages} pages: the region has {self.geometry.pages}")
         while left > 0:
-            at = (HEADER + page * ROW) // WORD
+            at = row_of(page) // WORD
             run = self._words[at + _R_RUN]
             count, following = run & 0xFFFFFFFF, run >> 32
             if self._words[at + _R_GENERATION] != ref.generation or not 1 <= count <= left:
@@ -352,7 +350,7 @@ class RegionRows:
             page = self.page_of(ref.offset)
         except RegionError:
             return False
-        return bool(self._words[(HEADER + page * ROW) // WORD + _R_GENERATION] == ref.generation)
+        return bool(self._words[row_of(page) // WORD + _R_GENERATION] == ref.generation)
 
     def page_of(self, offset: int) -> int:
         """Return the page that begins at `offset`. Raises RegionError if none does."""
@@ -364,7 +362,7 @@ class RegionRows:
 
 
 def row_of(page: int) -> int:
-    """Return the byte offset of the row of `page`."""
+    """Return the byte offset of a page's row."""
     return HEADER + page * ROW
 
 

@@ -24,7 +24,7 @@ from one_daemon import one_daemon
 
 from kvcache_client import GroupSpec, NamespaceSpec, Session
 from kvcache_client.devices import Job, open_device
-from kvcache_client.devices.layout import Tensor, block_fragments, runs
+from kvcache_client.devices.layout import Tensor, block_fragments
 
 BLOCK = 2 << 20
 
@@ -64,7 +64,7 @@ def measure(fragment: int, total: int, rounds: int) -> dict[str, dict[str, float
         storage = np.random.default_rng(0).integers(0, 255, 2 * layers * count * fragment, np.uint8)
         caches = storage.reshape(layers, 2, count, fragment)
         tensors = [Tensor(c.ctypes.data, c.shape, c.strides, c.itemsize) for c in caches]
-        fragments = runs(block_fragments(tensors, count, BLOCK))
+        fragments = block_fragments(tensors, count, BLOCK)
         device = open_device("cpu", fragments, count, keep=[storage])
         # In an order that the region does not have: an engine's blocks are scattered.
         blocks = np.random.default_rng(1).permutation(count).astype(np.int64)

@@ -29,7 +29,7 @@ import torch
 
 from kvcache_client.devices import Device, Job, open_device
 from kvcache_client.devices.cuda_driver import Driver
-from kvcache_client.devices.layout import block_fragments, runs
+from kvcache_client.devices.layout import block_fragments
 from kvcache_client.devices.npu_runtime import NpuRuntime
 from kvcache_client.devices.runtime import Runtime
 from kvcache_client.devices.self_test import check_copies
@@ -90,11 +90,11 @@ class Case:
         for tensor in self.tensors:
             tensor.copy_(noise)
         machine.torch.synchronize()
-        places = runs(block_fragments(map(describe_tensor, self.tensors), blocks, slot))
+        fragments = block_fragments(map(describe_tensor, self.tensors), blocks, slot)
         begin = time.perf_counter()
-        self.device: Device = open_device(kind, places, blocks, self.tensors)
+        self.device: Device = open_device(kind, fragments, blocks, self.tensors)
         self.opened = time.perf_counter() - begin
-        check_copies(self.device, places, blocks)
+        check_copies(self.device, fragments, blocks)
         self.checked = time.perf_counter() - begin - self.opened
         self.blocks = draw.permutation(blocks)[: self.count].astype(np.int64)
         self.slots = draw.permutation(region.bytes // slot)[: self.count].astype(np.int64) * slot

@@ -25,7 +25,7 @@ from kill_observer import FRAGMENT, LAYERS, SAVED, SLOT, clock, keep_stdout
 
 from kvcache_client import GroupSpec, Namespace, NamespaceSpec, Session
 from kvcache_client.devices import Device, Job, open_device
-from kvcache_client.devices.layout import block_fragments, runs
+from kvcache_client.devices.layout import block_fragments
 from kvcache_client.devices.self_test import check_copies
 from kvcache_client.worker.kv_layout import describe_tensor
 
@@ -132,9 +132,9 @@ def main() -> None:
     for tensor in tensors:
         for job in range(jobs):
             tensor[:, job * count : (job + 1) * count].fill_(SAVED + job)
-    places = runs(block_fragments(map(describe_tensor, tensors), num_blocks, SLOT))
-    device = open_device(kind, places, num_blocks, tensors)
-    check_copies(device, places, num_blocks)
+    fragments = block_fragments(map(describe_tensor, tensors), num_blocks, SLOT)
+    device = open_device(kind, fragments, num_blocks, tensors)
+    check_copies(device, fragments, num_blocks)
     session, region = caller.session, caller.session.region
     assert region is not None
     session.on_region(device.register)

@@ -19,7 +19,7 @@ from one_daemon import one_daemon
 
 from kvcache_client import GroupSpec, NamespaceSpec, Session
 from kvcache_client.session.checksums import chosen, pick_sums
-from kvcache_client.settings import VERIFY_MODES, ConnectorSettings
+from kvcache_client.settings import CHOICES, ConnectorSettings
 from kvcache_client.step_plan import LoadJob, SaveJob, StepPlan
 from kvcache_client.worker.places import RankFacts, Shards
 from kvcache_client.worker.worker import Worker
@@ -90,7 +90,7 @@ class Rank:
 def measure(mib: int, block_kib: int, rounds: int) -> None:
     blocks = (mib << 10) // block_kib
     with one_daemon(size=f"{mib * 5}MiB", pin_quota=1) as daemon:
-        ranks = [Rank(daemon.endpoint, mode, block_kib << 10, blocks) for mode in VERIFY_MODES]
+        ranks = [Rank(daemon.endpoint, mode, block_kib << 10, blocks) for mode in CHOICES["verify"]]
         figures: dict[str, dict[str, list[float]]] = {
             rank.mode: {"save": [], "load": [], "look up": []} for rank in ranks
         }

@@ -33,9 +33,8 @@ from payload import BRANCHES, FAMILIES, LENGTH, prompt
 from tallies import Tallies
 
 from kvcache_client import Session
-from kvcache_client.session.lease import Lease
+from kvcache_client.session.grants import Lease, Reservation
 from kvcache_client.session.region import Region
-from kvcache_client.session.reservation import Reservation
 from kvcache_proto.errors import KVCacheError
 from kvcache_proto.types import Outcome, Verdict
 

@@ -10,7 +10,7 @@ import pytest
 
 from kvcache_client.devices import Job
 from kvcache_client.devices.cpu import CpuDevice
-from kvcache_client.devices.layout import FragmentRun
+from kvcache_client.devices.layout import Fragment
 from kvcache_tools.doctor.check_result import CheckResult
 from kvcache_tools.doctor.engine_side import copies
 
@@ -25,8 +25,8 @@ class Kit(copies.HostKit):
 class Elsewhere(CpuDevice):
     """Copies from and to one block's room further on."""
 
-    def __init__(self, runs: Sequence[FragmentRun], num_blocks: int, keep: Sequence[Any] = ()) -> None:
-        super().__init__([run._replace(pointer=run.pointer + 64) for run in runs], num_blocks - 1, keep)
+    def __init__(self, fragments: Sequence[Fragment], num_blocks: int, keep: Sequence[Any] = ()) -> None:
+        super().__init__([each._replace(pointer=each.pointer + 64) for each in fragments], num_blocks - 1, keep)
 
 
 class Tired(CpuDevice):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvcache_client.devices.layout import Fragment, FragmentRun, Tensor, block_fragments, part_fragments, runs
+from kvcache_client.devices.cpu import FragmentRun, runs
+from kvcache_client.devices.layout import Fragment, Tensor, block_fragments, part_fragments
 from kvcache_proto.errors import ConfigError
 
 

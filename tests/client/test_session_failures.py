@@ -41,6 +41,8 @@ class Stopped:
 
 
 def held(session: Session | AdminClient) -> list[tuple[int, int]]:
+    if isinstance(session, AdminClient):
+        return [(each.leases, each.reservations) for each in session.status().sessions]
     return [(each["leases"], each["reservations"]) for each in session.stats()["sessions"]]
 
 
@@ -307,7 +309,7 @@ def test_a_call_does_not_wait_for_a_daemon_that_has_died(
                 lambda: session.daemon.connection is not None and session.daemon.connection.channel._lock.locked(),
                 "the call on its way",
             )
-            session._bell.ring()
+            session._supervisor._bell.ring()
             time.sleep(0.2)  # it may go there, and wait for its turn
             daemon.kill()
         caller.join(30)

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from steps import BLOCK, PATIENCE, SPEC, Request, idle
 
 from kvcache_client import GroupSpec, NamespaceSpec, Session
@@ -30,7 +31,8 @@ def command(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 def why(daemon: Any, request: str) -> dict[str, Any]:
     with AdminClient(daemon.endpoint, "test") as admin:
-        (told,) = admin.ask(m.Why(0, b"", request)).answer["explained"]
+        answer = msgspec.msgpack.decode(admin.ask(m.Why(0, b"", request)).answer)
+    (told,) = answer["explained"]
     return told
 
 

@@ -30,7 +30,7 @@ POINTS = {
     Daemon: ["missed", "call", "post"],
     Channel: ["pump"],
     Supervisor: ["_watch"],
-    CpuDevice: ["_save", "_load", "_ended", "poll", "fence"],
+    CpuDevice: ["_copy", "poll", "fence"],
 }
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from typing import Any
 
+from kvcache_client.devices import Job
 from kvcache_client.devices.cpu import CpuDevice
 from kvcache_client.engines.vllm.connector import KVCacheServerConnector
 from kvcache_client.scheduler.pace import Overlap
@@ -14,12 +14,13 @@ __all__ = ["KVCacheServerConnector"]
 
 layered.LEAST = 1
 setattr(Overlap, "wins", lambda self, *_: sum(self._ready.values()) >= self.ranks)  # noqa: B010
-_load = CpuDevice._load
+_copy = CpuDevice._copy
 
 
-def _late(self: CpuDevice, *arguments: Any) -> None:
-    time.sleep(0.02)
-    _load(self, *arguments)
+def _late(self: CpuDevice, job: Job, part: slice) -> None:
+    if not job.saves:
+        time.sleep(0.02)
+    _copy(self, job, part)
 
 
-setattr(CpuDevice, "_load", _late)  # noqa: B010
+setattr(CpuDevice, "_copy", _late)  # noqa: B010

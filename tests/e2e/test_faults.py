@@ -41,9 +41,7 @@ FAULTS = {
     "Daemon.call": 1,
     "Daemon.post": 1,
     "Supervisor._watch": 0,
-    "CpuDevice._save": 1,
-    "CpuDevice._load": 1,
-    "CpuDevice._ended": 1,
+    "CpuDevice._copy": 1,
     "CpuDevice.poll": 1,
 }
 
@@ -51,7 +49,7 @@ FAULTS = {
 # One of each kind: while it is set up, in hooks of scheduler and rank, in a thread, at the end. The others are long.
 OF_EACH_KIND = {
     *("scheduler_side.open_session", "Scheduler.matched_tokens", "Scheduler.close", "Worker.load", "Loads._not_filled"),
-    "CpuDevice._save",
+    "CpuDevice._copy",
 }
 assert set(FAULTS) > OF_EACH_KIND
 

@@ -82,7 +82,7 @@ class Session:
             "heard": [1 << 62],
             "leases": [],
         }
-        self._maker = Maker(m.Request, draw, self.known)
+        self._maker = Maker(m.REQUESTS, draw, self.known)
         self.answers: Counter[str] = Counter()
         self._attach = [
             m.Attach(0, self._admin._token, msgspec.convert(spec, m.NamespaceSpec), tuple(range(len(spec[1][0][1]))))

@@ -64,15 +64,15 @@ def test_a_short_run(start_daemon: Any, capsys: pytest.CaptureFixture[str]) -> N
 
 def test_every_kind_of_message_is_generated() -> None:
     """What the union of requests gains, the maker makes: well formed, by the decoder's word."""
-    maker, made = Maker(m.Request, random.Random(7), {"token": [TOKEN]}), set()
+    maker, made = Maker(m.REQUESTS, random.Random(7), {"token": [TOKEN]}), set()
     for _ in range(3000):
         message = maker.message()
         made.add(message[0])
         with contextlib.suppress(BadArgument):
             decode_request(msgspec.msgpack.encode(message))
-    assert made == {kind.__struct_config__.tag for kind in m.Request.__args__}
+    assert made == {kind.__struct_config__.tag for kind in m.REQUESTS.__args__}
 
 
 def test_equal_seeds_make_equal_frames() -> None:
-    one, two = (Maker(m.Request, random.Random(3), {"token": [TOKEN]}) for _ in range(2))
+    one, two = (Maker(m.REQUESTS, random.Random(3), {"token": [TOKEN]}) for _ in range(2))
     assert [one.frame() for _ in range(300)] == [two.frame() for _ in range(300)]

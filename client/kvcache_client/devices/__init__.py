@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from kvcache_client.devices.layout import FragmentRun
+from kvcache_client.devices.layout import Fragment
 from kvcache_client.spans import Runs
 from kvcache_proto.errors import ServerError
 
@@ -18,33 +18,22 @@ from kvcache_proto.errors import ServerError
 class CopyError(ServerError):
     """The device or its driver lacks something that copies need."""
 
-    code = "copy_error"
-
 
 class Unsupported(CopyError):
     """A kind of memory that this version cannot copy from."""
 
-    code = "unsupported"
-
 
 class Memory(Protocol):
-    """Mapped host memory: the region, or a stand-in.
-
-    Attributes:
-        buffer: all of it, writable.
-        address: its start in this process; page-aligned.
-        bytes: its length.
-        present: number of bytes, from the first one on, that are in memory. The rest must not be touched yet.
-    """
+    """Mapped host memory: the region, or a stand-in."""
 
     @property
-    def buffer(self) -> memoryview: ...
+    def buffer(self) -> memoryview: ...  # writable
     @property
-    def address(self) -> int: ...
+    def address(self) -> int: ...  # page-aligned
     @property
     def bytes(self) -> int: ...
     @property
-    def present(self) -> int: ...
+    def present(self) -> int: ...  # bytes, from the first one on, that are in memory: the rest must not be touched yet
 
 
 class Scratch:
@@ -59,40 +48,26 @@ class Scratch:
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """Blocks to copy, one way.
+    """Blocks to copy, one way: n device blocks, and the n offsets in the region at which their bytes begin."""
 
-    Attributes:
-        region: the mapping that the slots lie in; the job keeps it mapped.
-        blocks: n device blocks.
-        offsets: n offsets in the region; the bytes of blocks[i] begin at offsets[i].
-        ended: called once, on the thread that sees the end, after the last byte has moved or `error` is set.
-        runs: translates offsets from the region's end on, which are of blocks that lie in several runs of pages.
-        error: why not all bytes have arrived.
-        seconds: duration of the copy itself.
-        cancelled: it never began, because its blocks were given away; `error` is set, too.
-        direct: no thread had to carry its bytes.
-        layout: number of the device's layout of a block that it concerns; 0 if there is only one.
-        section: of a load, the section of each block that is copied, counting from 1 on; 0 for the whole block.
-        later: of a load: it is queued on the device, which takes the engine's time, only by `start`, `hold` or the next
-            load. It waits for work that was submitted before `load`, as all loads do.
-    """
-
-    region: Memory
+    region: Memory  # the job keeps it mapped
     blocks: npt.NDArray[np.int64]
     offsets: npt.NDArray[np.int64]
+    # Called once, on the thread that sees the end, after the last byte has moved or `error` is set.
     ended: Callable[[Job], None]
-    runs: Runs | None = None
-    error: str = ""
-    seconds: float = 0.0
-    layout: int = 0
-    section: int = 0
+    runs: Runs | None = None  # translates offsets from the region's end on: blocks that lie in several runs of pages
+    error: str = ""  # why not all bytes have arrived
+    seconds: float = 0.0  # duration of the copy itself
+    layout: int = 0  # number of the device's layout of a block
+    section: int = 0  # of a load: the section of each block that is copied, from 1 on; 0 for the whole block
+    # Of a load: queue it on the device, which takes the engine's time, only in `start`, `hold` or the next load. It
+    # waits for work that was submitted before `load`, as all loads do.
     later: bool = False
     saves: bool = field(default=False, init=False)
-    cancelled: bool = field(default=False, init=False)
-    direct: bool = field(default=True, init=False)
+    cancelled: bool = field(default=False, init=False)  # it never began: its blocks were given away; `error` is set
+    direct: bool = field(default=True, init=False)  # no thread had to carry its bytes
 
     def cancel(self) -> None:
-        """Note that its blocks were given away before it began."""
         self.cancelled, self.error = True, "its blocks were given away before the copy began"
 
     def pieces(self, offset: int, size: int) -> list[tuple[int, int]]:
@@ -101,14 +76,19 @@ class Job:
 
     @property
     def end(self) -> int:
-        """The end of the offsets: that of the region, and of the translated ones."""
+        """The end of the offsets, translated ones included."""
         if self.runs is None:
             return self.region.bytes
         return int(self.runs.begins[-1] + self.runs.sizes[-1])
 
 
 class Device(Protocol):
-    """Copies in the background, in the order of submission in each direction. Called from one thread."""
+    """Copies in the background, in the order of submission in each direction. Called from one thread.
+
+    Methods that return at once here are for kinds of devices that need them.
+    """
+
+    registration: Any = None  # the memory that is page-locked for this device, if its kind needs that
 
     def register(self, region: Memory) -> None:
         """Prepare `region` for copies, and release the one before; on another thread if that takes long.
@@ -116,11 +96,12 @@ class Device(Protocol):
         Copies need not wait for it: they are slower until then.
         """
 
-    def adopt(self, registration: Any) -> None:
-        """Take over memory that was page-locked for this kind of device before it was opened. No job may be running."""
+    def adopt(self, registration: Any, owned: bool = True) -> None:
+        """Use this registration, of the same kind of device, from now on. No job may be running.
 
-    def share(self, owner: Any) -> None:
-        """Use the memory that `owner`, a device of the same kind, page-locks. The owner is closed after this device."""
+        If it is not `owned`, another device closes it, after this one.
+        """
+        return
 
     def registered(self) -> tuple[bool, int]:
         """Return whether registration is over, and the number of the region's bytes that copies reach directly."""
@@ -149,12 +130,15 @@ class Device(Protocol):
     def enter_step(self) -> None:
         """The engine begins a step: do not occupy the device's driver until `leave_step`, and until the device has done
         the step's work. From the first step on, prepare only memory that a copy has requested."""
+        return
 
     def leave_step(self) -> None:
         """The engine has submitted all of a step, or nearly all of it."""
+        return
 
     def poll(self) -> None:
         """Notice jobs that have ended, if the device has no thread that does. Never waits."""
+        return
 
     def linger(self, seconds: float) -> None:
         """Wait at most `seconds` for a load that is about to end; return at once if none is."""
@@ -173,7 +157,7 @@ class Device(Protocol):
 
 
 def open_device(
-    kind: str, runs: Sequence[FragmentRun], num_blocks: int, keep: Sequence[Any] = (), ends: Sequence[int] = ()
+    kind: str, fragments: Sequence[Fragment], num_blocks: int, keep: Sequence[Any] = (), ends: Sequence[int] = ()
 ) -> Device:
     """Return the device for tensors on `kind`, such as "cpu". `keep` is referenced as long as the device exists: the
     tensors. `ends` are the ends of a block's sections in its slot, if it has any.
@@ -184,15 +168,15 @@ def open_device(
     if kind == "cpu":
         from kvcache_client.devices.cpu import CpuDevice
 
-        return CpuDevice(runs, num_blocks, keep, ends)
+        return CpuDevice(fragments, num_blocks, keep, ends)
     if kind == "cuda":
         from kvcache_client.devices.cuda import open_cuda
 
-        return open_cuda(runs, num_blocks, keep, ends)
+        return open_cuda(fragments, num_blocks, keep, ends)
     if kind == "npu":
         from kvcache_client.devices.npu import open_npu
 
-        return open_npu(runs, num_blocks, keep, ends)
+        return open_npu(fragments, num_blocks, keep, ends)
     raise Unsupported(f"KV cache on {kind!r}: this version copies only from 'cpu', 'cuda' and 'npu'")
 
 

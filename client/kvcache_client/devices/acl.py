@@ -105,12 +105,16 @@ class Acl:
         except OSError as error:
             raise CopyError(f"no CANN runtime: {error}") from None
         self._calls: dict[str, Callable[..., int]] = {}
-        self._bind_text()
-        for name, types in _NEEDED.items():
-            if not self._bind(name, types):
+        for name, types in (_NEEDED | _LATER).items():
+            call = getattr(self._library, name, None)
+            if call is not None:
+                call.argtypes, call.restype = types, c_int
+                self._calls[name] = call
+            elif name in _NEEDED:
                 raise CopyError(f"this CANN is too old for copies beside the model: it has no {name}")
-        for name, types in _LATER.items():
-            self._bind(name, types)
+        self._text: Callable[[], bytes | None] | None = getattr(self._library, "aclGetRecentErrMsg", None)
+        if self._text is not None:
+            self._library.aclGetRecentErrMsg.restype = c_char_p
 
     def has(self, name: str) -> bool:
         return name in self._calls
@@ -124,6 +128,12 @@ class Acl:
         """Return the result of a call, for callers that handle some errors."""
         return self._calls[name](*arguments)
 
+    def status(self, name: str, handle: int) -> int:
+        """Return the status that the call stores in its second argument."""
+        status = c_int()
+        self.call(name, handle, byref(status))
+        return status.value
+
     def made(self, name: str, *arguments: Any) -> int:
         """Return the handle or address that the call stores in its first argument."""
         made = c_void_p()
@@ -134,22 +144,3 @@ class Acl:
         """Return the error of a call. Only right after it, on its thread: CANN keeps the thread's last error."""
         text = self._text() if self._text is not None else None
         return AclError(name, result, " ".join((text or b"").decode(errors="replace").split())[:_LONGEST])
-
-    def _bind(self, name: str, types: tuple[Any, ...]) -> bool:
-        try:
-            call = self._library[name]
-        except AttributeError:
-            return False
-        call.argtypes, call.restype = types, c_int
-        self._calls[name] = call
-        return True
-
-    def _bind_text(self) -> None:
-        self._text: Callable[[], bytes | None] | None
-        try:
-            text = self._library.aclGetRecentErrMsg
-        except AttributeError:
-            self._text = None
-            return
-        text.argtypes, text.restype = (), c_char_p
-        self._text = text

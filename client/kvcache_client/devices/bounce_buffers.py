@@ -8,11 +8,9 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterator
 
-import numpy as np
-
 from kvcache_client.devices import Job
-from kvcache_client.devices.paths import Blocks, Path
-from kvcache_client.devices.runtime import Addresses, Handle, Runtime
+from kvcache_client.devices.paths import Blocks, Path, rows
+from kvcache_client.devices.runtime import Handle, Runtime
 from kvcache_client.spans import Spans
 
 
@@ -35,13 +33,13 @@ class BounceBuffers:
             for blocks, offsets, buffer, event in self._parts(job):
                 if job.cancelled:
                     break
-                self._path.move(blocks, _slots(buffer, len(blocks), self._slot), _whole)
+                self._path.move(blocks, rows(buffer, len(blocks), self._slot), _whole)
                 self._path.finish(event)
                 if filling is not None:
-                    self._empty(job, *filling)
+                    self._copy_host(job, filling[0], 0, self._slot, *filling[1:])
                 filling = (offsets, buffer, event)
             if filling is not None:
-                self._empty(job, *filling)
+                self._copy_host(job, filling[0], 0, self._slot, *filling[1:])
         except BaseException:
             self._path.synchronize()  # no copy may still write to a buffer that the next job takes
             raise
@@ -49,16 +47,10 @@ class BounceBuffers:
     def load(self, job: Job) -> None:
         """Copy a job; return when the last bytes are in a buffer and their copy to the device is queued."""
         begin, size, _ = self._path.sections[job.section]
-        base = job.region.address
         try:
             for blocks, offsets, buffer, event in self._parts(job):
-                self._runtime.wait_host(event)
-                for number, offset in enumerate(offsets):
-                    into = buffer + number * size
-                    for place, part in job.pieces(offset + begin, size):
-                        ctypes.memmove(into, base + place, part)
-                        into += part
-                self._path.move(blocks, _slots(buffer - begin, len(blocks), size), _whole, job.section)
+                self._copy_host(job, offsets, begin, size, buffer, event)
+                self._path.move(blocks, rows(buffer - begin, len(blocks), size), _whole, job.section)
                 self._path.record(event)
         except BaseException:
             self._path.synchronize()
@@ -75,17 +67,16 @@ class BounceBuffers:
             part = slice(begin, begin + most)
             yield job.blocks[part], job.offsets[part].tolist(), *self._buffers[number % 2]
 
-    def _empty(self, job: Job, offsets: list[int], buffer: int, event: Handle) -> None:
+    def _copy_host(self, job: Job, offsets: list[int], begin: int, size: int, buffer: int, event: Handle) -> None:
+        """Copy `size` bytes from `begin` on of each slot from or to a buffer, after its `event`."""
         self._runtime.wait_host(event)
         for number, offset in enumerate(offsets):
-            out_of = buffer + number * self._slot
-            for place, part in job.pieces(offset, self._slot):
-                ctypes.memmove(job.region.address + place, out_of, part)
-                out_of += part
-
-
-def _slots(first: int, count: int, size: int) -> Addresses:
-    return np.uint64(first) + np.arange(count, dtype=np.uint64) * np.uint64(size)
+            at = buffer + number * size
+            for place, part in job.pieces(offset + begin, size):
+                host = job.region.address + place
+                target, source = (host, at) if job.saves else (at, host)
+                ctypes.memmove(target, source, part)
+                at += part
 
 
 def _whole(spans: Spans) -> Spans:

@@ -44,20 +44,14 @@ class _Events(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """A job that has not ended.
-
-    Attributes:
-        begun: the thread copies it through bounce buffers.
-        queued: all of it is queued on the device.
-        done: it has ended, and the device need not be queried.
-    """
+    """A job that has not ended."""
 
     number: int
     job: Job
     events: _Events
-    begun: bool = False
-    queued: bool = False
-    done: bool = False
+    begun: bool = False  # the thread copies it through bounce buffers
+    queued: bool = False  # all of it is queued on the device
+    done: bool = False  # it has ended, and the device need not be queried
     borrowed: object | None = None
 
 
@@ -98,20 +92,21 @@ class CopyQueue:
 
     def put(self, job: Job, compute: Handle) -> int:
         """Start `job`, at once or `later`, behind all that is now queued on the stream `compute`; return its number,
-        counting from 1 on."""
+        counting from 1 on. Raises CopyError; then `ended` is not called."""
         with self._changed:
-            events = self._begin(job, compute)
-            if events is not None:
-                self._number += 1
-                entry = Entry(self._number, job, events)
-                self._entries.append(entry)
-                self._unended += 1
-                self._later.append(entry)
-                if not job.later:
-                    self._start_later(entry)
-                return entry.number
-        job.ended(job)
-        return 0
+            if self._stopping:
+                raise CopyError("the device is closed")
+            make = self._runtime.create_event
+            events = self._spare.pop() if self._spare else _Events(make(), make(True), make(True), make(), make())
+            self._runtime.record(events.ready, compute)
+            self._number += 1
+            entry = Entry(self._number, job, events)
+            self._entries.append(entry)
+            self._unended += 1
+            self._later.append(entry)
+            if not job.later:
+                self._start_later(entry)
+            return entry.number
 
     def start(self, job: Job) -> None:
         """Begin `job`, which was `later`, and those before it."""
@@ -183,10 +178,7 @@ class CopyQueue:
         """End jobs that no thread has begun with an error, wait for the rest, and free the queue's resources."""
         with self._changed:
             self._stopping = True
-            for entry in self._later:
-                entry.job.error, entry.done = "the device was closed before the copy began", True
-            self._later.clear()
-            self._changed.notify_all()
+            self._end_unbegun(self._later)
         if self._bounce_thread is not None:
             self._bounce_thread.join()
         self._watcher.join()
@@ -196,6 +188,12 @@ class CopyQueue:
             for event in events:
                 self._runtime.destroy_event(event)
         self.path.close()
+
+    def _end_unbegun(self, entries: deque[Entry]) -> None:
+        for entry in entries:
+            entry.job.error, entry.done = "the device was closed before the copy began", True
+        entries.clear()
+        self._changed.notify_all()
 
     # On the device.
 
@@ -207,9 +205,8 @@ class CopyQueue:
             self._room -= len(entry.job.blocks)
             try:
                 queued = not self._bounced and self._room >= 0 and self._queue(entry)
-            except Exception as error:  # the owners of this job and of those behind it must not wait forever
-                logger.exception("a copy has failed")
-                entry.job.error, entry.done = _text(error), True
+            except Exception as error:  # noqa: BLE001 - the owners of this job and of those behind it wait for their end
+                entry.job.error, entry.done = _failure(error), True
                 continue
             if not queued:
                 self._bounced.append(entry)
@@ -249,11 +246,8 @@ class CopyQueue:
             self.path.begin(events.ready, events.begin)
             try:
                 move()
-            except CopyError as error:
-                entry.job.error = str(error)
-            except Exception as error:  # the part queued before runs anyway
-                logger.exception("a copy has failed")
-                entry.job.error = _text(error)
+            except Exception as error:  # noqa: BLE001 - the part queued before runs anyway
+                entry.job.error = _failure(error)
             runtime.record(events.off, self.path.cache)
             self.path.finish(events.end)
             entry.queued = True
@@ -291,20 +285,6 @@ class CopyQueue:
                 self._room += len(job.blocks)
                 self._changed.notify_all()
 
-    def _begin(self, job: Job, compute: Handle) -> _Events | None:
-        """Return the job's events, `ready` recorded, or None with the job's error set."""
-        if self._stopping:
-            job.error = "the device is closed"
-            return None
-        try:
-            make = self._runtime.create_event
-            events = self._spare.pop() if self._spare else _Events(make(), make(True), make(True), make(), make())
-            self._runtime.record(events.ready, compute)
-        except CopyError as error:
-            job.error = str(error)
-            return None
-        return events
-
     # Threads.
 
     def _watch(self) -> None:
@@ -319,9 +299,8 @@ class CopyQueue:
             if not entry.done:
                 try:
                     self._runtime.wait_host(entry.events.end)
-                except Exception as error:  # noqa: BLE001 - the owner of this copy must not wait forever
-                    entry.job.error = str(error)
-                    entry.done = True
+                except Exception as error:  # noqa: BLE001 - as in _start_later
+                    entry.job.error, entry.done = _failure(error), True
             try:
                 self.settle()
             except Exception:  # of a job's owner: other jobs need the thread
@@ -343,47 +322,38 @@ class CopyQueue:
             with self._changed:
                 self._changed.wait_for(lambda: self._bounced or self._stopping)
                 if self._stopping:
-                    for entry in self._bounced:
-                        entry.job.error = "the device was closed before the copy began"
-                        entry.done = True
-                    self._bounced.clear()
-                    self._changed.notify_all()
+                    self._end_unbegun(self._bounced)
                     return
                 entry = self._bounced[0]
                 entry.begun = True
             try:
                 if not self._queue(entry):  # without the lock: the device may make this thread wait
                     self._bounce(entry)
-            except Exception as error:  # as in _start_later
-                logger.exception("a copy has failed")
-                entry.job.error, entry.done = _text(error), True
+            except Exception as error:  # noqa: BLE001 - as in _start_later
+                entry.job.error, entry.done = _failure(error), True
             with self._changed:
                 self._bounced.popleft()
                 self._changed.notify_all()
 
     def _bounce(self, entry: Entry) -> None:
-        job = entry.job
+        job, events = entry.job, entry.events
         job.direct = False
-        try:
-            buffers = self._buffers = self._buffers or self._make_buffers(self.path)
-        except CopyError as error:
-            job.error, entry.done = str(error), True
-            return
+        buffers = self._buffers = self._buffers or self._make_buffers(self.path)
         if not self._saves:
-            self._runtime.record(entry.events.near, self.path.cache)
+            self._runtime.record(events.near, self.path.cache)
             self._enclose(entry, lambda: buffers.load(job))
             return
+        self.path.begin(events.ready, events.begin)
+        self._runtime.wait_host(events.ready)
         begin = time.perf_counter()
-        try:
-            self.path.begin(entry.events.ready, entry.events.begin)
-            self._runtime.wait_host(entry.events.ready)
-            begin = time.perf_counter()
-            buffers.save(job)
-        except CopyError as error:
-            job.error = str(error)
+        buffers.save(job)
         job.seconds = time.perf_counter() - begin
         entry.done = True
 
 
-def _text(error: Exception) -> str:
+def _failure(error: Exception) -> str:
+    """Return the error of a job; also log it if it is none of a device."""
+    if isinstance(error, CopyError):
+        return str(error)
+    logger.error("a copy has failed", exc_info=error)
     return f"{type(error).__name__}: {error}"

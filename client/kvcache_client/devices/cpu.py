@@ -10,18 +10,17 @@ from __future__ import annotations
 
 import ctypes
 import logging
-import threading
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from concurrent import futures
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from kvcache_client.devices import Job, Memory, check_job
-from kvcache_client.devices.layout import FragmentRun, Section, runs, sections, single
+from kvcache_client.devices import Device, Job, Memory, check_job
+from kvcache_client.devices.layout import Fragment, Section, sections
 
 logger = logging.getLogger("kvcache_client.devices")
 
@@ -29,39 +28,30 @@ Bytes = npt.NDArray[np.uint8]
 _SHARE = 4 << 20  # bytes from which on a job is worth a second thread
 
 
-class CpuDevice:
+class CpuDevice(Device):
     """The naive implementation that the other devices are compared with."""
 
     def __init__(
-        self, runs: Sequence[FragmentRun], num_blocks: int, keep: Sequence[Any] = (), ends: Sequence[int] = ()
+        self, fragments: Sequence[Fragment], num_blocks: int, keep: Sequence[Any] = (), ends: Sequence[int] = ()
     ) -> None:
-        """`keep` are the tensors that the runs are in; torch's, or numpy's. `ends` as in `open_device`."""
+        """`keep` are the tensors that the fragments are in; torch's, or numpy's. `ends` as in `open_device`."""
         self._keep, self._blocks = keep, num_blocks
-        parts = sections(single(runs), ends)
+        parts = sections(fragments, ends)
         self._sections = [_Views.of(part, num_blocks, keep) for part in parts]
         self._end = parts[0].bytes
         self._region_bytes = 0
-        self._changed = threading.Condition()
-        self._reading: Counter[int] = Counter()  # device blocks of saves that have not ended
-        self._helpers = ThreadPoolExecutor(2, "kvcache-copy")
-        self._saver = _Thread("kvcache-save", lambda job: self._share(job, self._save), self._ended)
-        self._loader = _Thread("kvcache-load", lambda job: self._share(job, self._load), self._ended)
+        self._helpers = futures.ThreadPoolExecutor(2, "kvcache-copy")
+        self._saver = _Queue("kvcache-save", self._share)
+        self._loader = _Queue("kvcache-load", self._share)
 
     def register(self, region: Memory) -> None:
-        """Nothing to do: host memory needs no pinning to be copied."""
+        """Host memory needs no pinning to be copied."""
         self._region_bytes = region.bytes
-
-    def adopt(self, registration: Any) -> None:
-        """Nothing to do: nothing is page-locked for this device."""
-
-    def share(self, owner: Any) -> None:
-        """As above."""
 
     def registered(self) -> tuple[bool, int]:
         return True, self._region_bytes
 
     def linger(self, seconds: float) -> None:
-        """Leave the core to a load that has begun, or is about to."""
         self._loader.linger(seconds)
 
     def peek(self, address: int, size: int) -> bytes:
@@ -72,8 +62,6 @@ class CpuDevice:
 
     def save(self, job: Job) -> None:
         job.saves = True
-        with self._changed:
-            self._reading.update(job.blocks.tolist())
         self._saver.put(job)
 
     def load(self, job: Job) -> None:
@@ -84,22 +72,11 @@ class CpuDevice:
 
     def hold(self, job: Job) -> None:
         self._loader.start(job)
-        self._loader.wait(job)
+        self._loader.wait(lambda each: each is job)
 
     def fence(self, blocks: Collection[int]) -> None:
-        if not self._reading:
-            return
-        with self._changed:
-            self._changed.wait_for(lambda: not any(block in self._reading for block in blocks))
-
-    def enter_step(self) -> None:
-        """Nothing to do: nothing is prepared here."""
-
-    def leave_step(self) -> None:
-        """As above."""
-
-    def poll(self) -> None:
-        """Nothing to do: the copying threads see the end of each job."""
+        given = set(blocks)
+        self._saver.wait(lambda job: not given.isdisjoint(job.blocks.tolist()))
 
     def drain(self, seconds: float) -> bool:
         until = time.monotonic() + seconds
@@ -110,56 +87,49 @@ class CpuDevice:
             thread.close()
         self._helpers.shutdown()
 
-    def _share(self, job: Job, copy: Callable[[Job, slice], None]) -> None:
+    def _share(self, job: Job) -> None:
         """Copy one half here and one on a helper. Returns, or raises, only when both have ended."""
         check_job(job, self._blocks, self._end)
         half = len(job.blocks) // 2 if len(job.blocks) * self._end >= _SHARE else 0
-        other = self._helpers.submit(copy, job, slice(half)) if half else None
+        other = self._helpers.submit(self._copy, job, slice(half)) if half else None
         try:
-            copy(job, slice(half, None))
+            self._copy(job, slice(half, None))
         finally:
             if other is not None:
                 other.result()
 
-    def _ended(self, job: Job) -> None:
-        if job.saves:
-            with self._changed:
-                for block in job.blocks.tolist():
-                    self._reading[block] -= 1
-                    if not self._reading[block]:
-                        del self._reading[block]
-                self._changed.notify_all()
-        job.ended(job)
-
-    def _save(self, job: Job, part: slice) -> None:
-        region, base = _bytes(job)
-        move, copy = ctypes.memmove, np.copyto
-        even, single = self._sections[0]
+    def _copy(self, job: Job, part: slice) -> None:
+        region, base = np.frombuffer(job.region.buffer, dtype=np.uint8), job.region.address
+        saves, end, move, copy = job.saves, job.region.bytes, ctypes.memmove, np.copyto
+        even, single = views = self._sections[job.section]
         for block, at in zip(job.blocks[part].tolist(), job.offsets[part].tolist(), strict=True):
-            if at >= job.region.bytes:
-                for device, place, size in self._sections[0].moves(job, block, at):
+            if at < end:
+                for view, run in even:
+                    begin = at + run.offset
+                    slot = region[begin : begin + run.number * run.bytes].reshape(run.number, run.bytes)
+                    if saves:
+                        copy(slot, view[block])
+                    else:
+                        copy(view[block], slot)
+                moves = [(run.pointer + block * run.stride, at + run.offset, run.bytes) for run in single]
+            else:
+                moves = views.moves(job, block, at)
+            for device, place, size in moves:
+                if saves:
                     move(base + place, device, size)
-                continue
-            for view, run in even:
-                begin = at + run.offset
-                copy(region[begin : begin + run.number * run.bytes].reshape(run.number, run.bytes), view[block])
-            for run in single:
-                move(base + at + run.offset, run.pointer + block * run.stride, run.bytes)
-
-    def _load(self, job: Job, part: slice) -> None:
-        region, base = _bytes(job)
-        move, copy = ctypes.memmove, np.copyto
-        even, single = self._sections[job.section]
-        for block, at in zip(job.blocks[part].tolist(), job.offsets[part].tolist(), strict=True):
-            if at >= job.region.bytes:
-                for device, place, size in self._sections[job.section].moves(job, block, at):
+                else:
                     move(device, base + place, size)
-                continue
-            for view, run in even:
-                begin = at + run.offset
-                copy(view[block], region[begin : begin + run.number * run.bytes].reshape(run.number, run.bytes))
-            for run in single:
-                move(run.pointer + block * run.stride, base + at + run.offset, run.bytes)
+
+
+class FragmentRun(NamedTuple):
+    """`number` fragments of one size, `step` bytes apart on the device, contiguous in the slot from `offset` on."""
+
+    pointer: int
+    stride: int
+    bytes: int
+    number: int
+    step: int
+    offset: int
 
 
 class _Views(NamedTuple):
@@ -169,132 +139,102 @@ class _Views(NamedTuple):
     single: list[FragmentRun]
 
     @classmethod
-    def of(cls, section: Section, num_blocks: int, keep: Sequence[Any]) -> _Views:
-        moved = [run._replace(offset=run.offset + section.begin) for run in runs(section.fragments)]
-        even, single = _sort(moved, num_blocks, keep)
-        return cls([(_view(run, num_blocks), run) for run in even], single)
+    def of(cls, section: Section, num_blocks: int, tensors: Sequence[Any]) -> _Views:
+        """Have numpy copy each run that lies inside one allocation.
 
-    def moves(self, job: Job, block: int, at: int) -> Iterator[tuple[int, int, int]]:
-        """Yield the pieces of `block`, which lies in several runs of pages: address on the device, offset in the
+        numpy counts two arrays as overlapping if one begins before the other ends. The other side of the copy may lie
+        between fragments of two allocations; so may the temporary that numpy then makes, and the next one that it makes
+        because of that, until the stack is full.
+        """
+        allocations = [_allocation(tensor) for tensor in tensors]
+        views = cls([], [])
+        for run in runs(section.fragments, section.begin):
+            span = (num_blocks - 1) * run.stride + (run.number - 1) * run.step + run.bytes
+            end = run.pointer + span
+            if run.number > 1 and any(first <= run.pointer and end <= last for first, last in allocations):
+                memory = memoryview((ctypes.c_uint8 * span).from_address(run.pointer))
+                shape, strides = (num_blocks, run.number, run.bytes), (run.stride, run.step, 1)
+                views.even.append((np.ndarray(shape, np.uint8, buffer=memory, strides=strides), run))
+                continue
+            for number in range(run.number):
+                pointer, offset = run.pointer + number * run.step, run.offset + number * run.bytes
+                views.single.append(FragmentRun(pointer, run.stride, run.bytes, 1, 0, offset))
+        return views
+
+    def moves(self, job: Job, block: int, at: int) -> list[tuple[int, int, int]]:
+        """Return the pieces of `block`, which lies in several runs of pages: address on the device, offset in the
         region, bytes."""
+        found = []
         for run in (*(run for _, run in self.even), *self.single):
             for number in range(run.number):
                 device = run.pointer + block * run.stride + number * run.step
                 for place, size in job.pieces(at + run.offset + number * run.bytes, run.bytes):
-                    yield device, place, size
+                    found.append((device, place, size))
                     device += size
+        return found
 
 
-class _Thread:
-    """Runs jobs in order; `ended` gets each once."""
+class _Queue:
+    """Runs jobs in order, on a thread. Called from one thread."""
 
-    def __init__(self, name: str, copy: Callable[[Job], None], ended: Callable[[Job], None]) -> None:
-        self._copy, self._report = copy, ended
-        self._jobs: deque[Job] = deque()
-        self._now: Job | None = None
-        self._unended = 0
-        self._changed = threading.Condition()
-        self._stopping = False
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
+    def __init__(self, name: str, copy: Callable[[Job], None]) -> None:
+        self._copy = copy
+        self._later: deque[Job] = deque()  # the last of `_unended`: those that have not been started
+        self._unended: dict[Job, futures.Future[None]] = {}
+        self._thread = futures.ThreadPoolExecutor(1, name)
+        self._closed = False
 
     def put(self, job: Job) -> None:
-        with self._changed:
-            if not self._stopping:
-                self._unended += 1
-                self._jobs.append(job)
-                if not job.later:
-                    self._start(job)
-                return
-        job.error = "the device is closed"
-        self._report(job)
+        if self._closed:
+            job.error = "the device is closed"
+            job.ended(job)
+            return
+        self._unended[job] = futures.Future()
+        self._later.append(job)
+        if not job.later:
+            self.start(job)
 
-    def start(self, job: Job) -> None:
-        with self._changed:
-            if job in self._jobs:
-                self._start(job)
+    def start(self, last: Job) -> None:
+        """Start the jobs up to `last`, if it has not been started."""
+        while last in self._later:
+            self._thread.submit(self._run, self._later.popleft())
 
-    def wait(self, job: Job) -> None:
-        """Wait until `job` has ended."""
-        with self._changed:
-            self._changed.wait_for(lambda: job is not self._now and job not in self._jobs)
+    def wait(self, concerned: Callable[[Job], bool]) -> None:
+        """Wait until the jobs for which `concerned` returns True have ended."""
+        futures.wait([future for job, future in self._unended.copy().items() if concerned(job)])
 
     def linger(self, seconds: float) -> None:
         """Wait at most `seconds` for the end of the first job, if it has been started."""
-        with self._changed:
-            if self._now is not None or (self._jobs and not self._jobs[0].later):
-                unended = self._unended
-                self._changed.wait_for(lambda: self._unended < unended, seconds)
+        unended = [*self._unended.copy().items()]
+        if unended and unended[0][0] not in self._later:
+            futures.wait([unended[0][1]], seconds)
 
     def drain(self, seconds: float) -> bool:
-        with self._changed:
-            return self._changed.wait_for(lambda: not self._unended, seconds)
+        return not futures.wait(self._unended.copy().values(), seconds).not_done
 
     def close(self) -> None:
-        with self._changed:
-            self._stopping = True
-            left = list(self._jobs)
-            self._jobs.clear()
-            self._changed.notify_all()
-        self._thread.join()
-        for job in left:
+        self._closed = True
+        self._thread.shutdown(cancel_futures=True)
+        self._later.clear()
+        for job in list(self._unended):
             job.error = "the device was closed before the copy began"
             self._end(job)
 
-    def _start(self, last: Job) -> None:
-        """Begin the jobs up to `last`. With the lock."""
-        for job in self._jobs:
-            job.later = False
-            if job is last:
-                break
-        self._changed.notify_all()
-
-    def _run(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._stopping or (self._jobs and not self._jobs[0].later))
-                if not self._jobs:
-                    return
-                self._now = job = self._jobs.popleft()
-            begin = time.perf_counter()
-            try:
-                self._copy(job)
-            except Exception as error:  # noqa: BLE001  # one bad job must not end the thread; its owner gets the error
-                job.error = f"{type(error).__name__}: {error}"
-            job.seconds = time.perf_counter() - begin
-            self._end(job)
+    def _run(self, job: Job) -> None:
+        begin = time.perf_counter()
+        try:
+            self._copy(job)
+        except Exception as error:  # noqa: BLE001  # its owner gets the error of a bad job
+            job.error = f"{type(error).__name__}: {error}"
+        job.seconds = time.perf_counter() - begin
+        self._end(job)
 
     def _end(self, job: Job) -> None:
         try:
-            self._report(job)
-        except Exception:  # the thread must go on: the engine's step waits for the jobs behind this one
+            job.ended(job)
+        except Exception:  # the engine's step waits for the jobs behind this one
             logger.exception("the owner of a copy failed to take its end")
-        with self._changed:
-            self._now = None
-            self._unended -= 1
-            self._changed.notify_all()
-
-
-def _sort(
-    runs: Sequence[FragmentRun], num_blocks: int, tensors: Sequence[Any]
-) -> tuple[list[FragmentRun], list[FragmentRun]]:
-    """Return the runs that numpy may copy, each inside one allocation, and the fragments of the other runs.
-
-    numpy counts two arrays as overlapping if one begins before the other ends. The other side of the copy may lie
-    between fragments of two allocations; so may the temporary that numpy then makes, and the next one that it makes
-    because of that, until the stack is full.
-    """
-    allocations = [_allocation(tensor) for tensor in tensors]
-    even, single = [], []
-    for run in runs:
-        end = run.pointer + _span(run, num_blocks)
-        if run.number > 1 and any(first <= run.pointer and end <= last for first, last in allocations):
-            even.append(run)
-            continue
-        for number in range(run.number):
-            offset = run.offset + number * run.bytes
-            single.append(FragmentRun(run.pointer + number * run.step, run.stride, run.bytes, 1, 0, offset))
-    return even, single
+        self._unended.pop(job).set_result(None)
 
 
 def _allocation(tensor: Any) -> tuple[int, int]:
@@ -304,17 +244,16 @@ def _allocation(tensor: Any) -> tuple[int, int]:
     return storage.data_ptr(), storage.data_ptr() + storage.nbytes()
 
 
-def _span(run: FragmentRun, num_blocks: int) -> int:
-    return (num_blocks - 1) * run.stride + (run.number - 1) * run.step + run.bytes
-
-
-def _view(run: FragmentRun, num_blocks: int) -> Bytes:
-    """Return the run's memory as (blocks, fragments, bytes)."""
-    memory = (ctypes.c_uint8 * _span(run, num_blocks)).from_address(run.pointer)
-    return np.ndarray(
-        (num_blocks, run.number, run.bytes), np.uint8, buffer=memoryview(memory), strides=(run.stride, run.step, 1)
-    )
-
-
-def _bytes(job: Job) -> tuple[Bytes, int]:
-    return np.frombuffer(job.region.buffer, dtype=np.uint8), job.region.address
+def runs(fragments: Sequence[Fragment], offset: int = 0) -> list[FragmentRun]:
+    """Return the fragments, whose bytes begin at `offset` in the slot, as a few evenly spaced runs."""
+    found: list[FragmentRun] = []
+    for fragment in fragments:
+        last = found[-1] if found else None
+        step = fragment.pointer - (last.pointer + (last.number - 1) * last.step) if last else 0
+        alike = last is not None and (last.stride, last.bytes) == (fragment.stride, fragment.bytes)
+        if last and alike and step > 0 and (last.number == 1 or step == last.step):
+            found[-1] = last._replace(number=last.number + 1, step=step)
+        else:
+            found.append(FragmentRun(fragment.pointer, fragment.stride, fragment.bytes, 1, 0, offset))
+        offset += fragment.bytes
+    return found

@@ -14,7 +14,7 @@ import torch
 from kvcache_client.devices import CopyError, Unsupported
 from kvcache_client.devices.cuda_driver import Driver
 from kvcache_client.devices.cuda_kernels import CudaPacker, find_compiler
-from kvcache_client.devices.layout import FragmentRun, Section, sections, single
+from kvcache_client.devices.layout import Fragment, Section, sections
 from kvcache_client.devices.paths import Path, Staged, Straight
 from kvcache_client.devices.runtime import Handle
 from kvcache_client.devices.streams import Paths, StreamDevice
@@ -26,21 +26,21 @@ _SMALLEST_STAGE = 1 << 20
 
 
 def open_cuda(
-    runs: Sequence[FragmentRun], num_blocks: int, keep: Sequence[Any], ends: Sequence[int] = ()
+    fragments: Sequence[Fragment], num_blocks: int, keep: Sequence[Any], ends: Sequence[int] = ()
 ) -> StreamDevice:
     """Return the device of the tensors `keep`. Raises the errors of `open_device`."""
     if torch.version.hip is not None:
         raise Unsupported("KV cache on ROCm: this version copies only from 'cpu' and NVIDIA's 'cuda'")
     tuning = read_tuning()
     device = keep[0].device
-    parts = sections(single(runs), ends)
-    _, slot, fragments = parts[0]
+    parts = sections(fragments, ends)
+    slot, smallest = parts[0].bytes, min(fragment.bytes for fragment in fragments)
     with torch.cuda.device(device):
         torch.cuda.synchronize()  # makes the context, if there is none yet
         driver = Driver()
         held: list[torch.Tensor] = []  # our own device memory
         packer = None
-        if min(fragment.bytes for fragment in fragments) < tuning.staged_below:
+        if smallest < tuning.staged_below:
             try:
                 packer = _packer(driver, device, parts, tuning, held)
                 buffers, size = _stage(device, tuning.stage_bytes, slot, held)
@@ -51,14 +51,14 @@ def open_cuda(
                 held.clear()
                 logger.warning(
                     "no staging for KV fragments of %d bytes: each is copied by itself, which is much slower: %s",
-                    *(min(fragment.bytes for fragment in fragments), error),
+                    smallest,
+                    error,
                 )
 
     def make_path(saves: bool) -> Path:
         if packer is None:
             return Straight(driver, parts, saves)
-        two = buffers[:2] if saves else buffers[2:]
-        return Staged(driver, packer, two, size, parts, saves)
+        return Staged(driver, packer, buffers[:2] if saves else buffers[2:], size, parts, saves)
 
     def close() -> None:
         if packer is not None:

@@ -70,7 +70,7 @@ _BATCH = (c_void_p, c_void_p, c_void_p, c_size_t, POINTER(_Attributes), POINTER(
 
 
 class Driver:
-    """The library, and the context that was current when this was made: that of the engine's tensors."""
+    """A Runtime: the library, and the context that was current when this was made, that of the engine's tensors."""
 
     def __init__(self) -> None:
         """Raises CopyError if there is no driver or no current context."""
@@ -88,18 +88,11 @@ class Driver:
         if not self._context:
             raise CopyError("this thread has no CUDA context")
 
-    @property
-    def batches(self) -> bool:
-        """Return True if one call makes many copies: CUDA 12.8 and later."""
-        return self._batch is not None
-
     def use(self) -> None:
-        """Make this thread work in the context."""
         self._call("cuCtxSetCurrent", self._context)
 
     def enter_thread(self) -> None:
-        """Make this thread work in the context, without disturbing a graph that another thread is capturing."""
-        self._call("cuCtxSetCurrent", self._context)
+        self.use()
         self._call("cuThreadExchangeStreamCaptureMode", byref(c_int(_RELAXED)))
 
     # Host memory.
@@ -111,7 +104,6 @@ class Driver:
         self._call("cuMemHostUnregister", address)
 
     def allocate_host(self, size: int) -> int:
-        """Return the address of `size` bytes of page-locked memory."""
         return self._made("cuMemHostAlloc", size, _PORTABLE)
 
     def free_host(self, address: int) -> None:
@@ -129,7 +121,6 @@ class Driver:
         self._call("cuStreamSynchronize", stream)
 
     def create_event(self, timed: bool = False) -> Handle:
-        """Return an event. A `timed` one has a time, and a host thread that waits for it sleeps."""
         return self._made("cuEventCreate", _BLOCKING_SYNC if timed else _NO_TIMING)
 
     def destroy_event(self, event: Handle) -> None:
@@ -143,7 +134,6 @@ class Driver:
         self.record(event, stream)
 
     def wait(self, stream: Handle, event: Handle) -> None:
-        """Let `stream` wait, on the device, for the work recorded by `event`; not at all if there is none."""
         self._call("cuStreamWaitEvent", stream, event, 0)
 
     def is_over(self, event: Handle) -> bool:
@@ -164,18 +154,14 @@ class Driver:
 
     # Copies. Either side may be device memory or page-locked host memory, depending on the addresses.
 
-    def copy(self, target: int, source: int, size: int) -> None:
-        """Copy now, and wait."""
-        self._call("cuMemcpy", target, source, size)
-
     def peek(self, address: int, size: int) -> bytes:
         found = ctypes.create_string_buffer(size)
-        self.copy(ctypes.addressof(found), address, size)
+        self._call("cuMemcpy", ctypes.addressof(found), address, size)
         return found.raw
 
     def poke(self, address: int, data: bytes) -> None:
         held = ctypes.create_string_buffer(data, len(data))
-        self.copy(address, ctypes.addressof(held), len(data))
+        self._call("cuMemcpy", address, ctypes.addressof(held), len(data))
 
     def copy_batch(self, targets: Addresses, sources: Addresses, sizes: Addresses, saves: bool, stream: Handle) -> None:
         """Copy each of n pieces, in no particular order. The addresses decide the direction, not `saves`."""
@@ -212,7 +198,7 @@ class Driver:
         return call
 
     def _bind_batch(self) -> Callable[[Addresses, Addresses, Addresses, Handle], int] | None:
-        """Return the call. Between CUDA 12 and 13 it lost its parameter `failIdx`; the newer form is preferred."""
+        """Return the call for many copies: CUDA 12.8 and later. In CUDA 13 it lost its parameter `failIdx`."""
         before: tuple[Any, ...]
         if hasattr(self._library, "cuMemcpyBatchAsync_v2"):
             call, before = self._bind("cuMemcpyBatchAsync_v2", *_BATCH, c_void_p), ()

@@ -144,6 +144,7 @@ class CudaPacker:
     def launch(
         self, gather: bool, blocks: npt.NDArray[np.int64], buffer: int, stream: Handle, section: int = 0
     ) -> None:
+        """Queue the copy of a section of each block to (`gather`) or from `buffer`, where they are consecutive."""
         arguments = self._arguments[section]
         with arguments.lock:
             arguments.fill(blocks, buffer)

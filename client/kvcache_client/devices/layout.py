@@ -9,11 +9,9 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from kvcache_proto.errors import ConfigError
-
-T = TypeVar("T")
 
 
 class Tensor(NamedTuple):
@@ -33,17 +31,6 @@ class Fragment(NamedTuple):
     bytes: int
 
 
-class FragmentRun(NamedTuple):
-    """`number` fragments of one size, `step` bytes apart on the device, contiguous in the slot from `offset` on."""
-
-    pointer: int
-    stride: int
-    bytes: int
-    number: int
-    step: int
-    offset: int
-
-
 class Section(NamedTuple):
     """Part of a block that is copied by itself: the KV of some layers, `bytes` of its slot from `begin` on."""
 
@@ -60,7 +47,7 @@ def block_fragments(tensors: Iterable[Tensor], num_blocks: int, block_bytes: int
 
     Raises ConfigError unless the fragments hold `block_bytes` bytes.
     """
-    found = _once(fragment for tensor in tensors for fragment in _tensor_fragments(tensor, num_blocks))
+    found = list(dict.fromkeys(each for tensor in tensors for each in _tensor_fragments(tensor, num_blocks)))
     _check_sum(found, block_bytes)
     return _merge(found)
 
@@ -94,16 +81,12 @@ def part_fragments(
     ConfigError unless the fragments hold `part_bytes` bytes, and the parts of a block are evenly spaced.
     """
     of_tensor = _head_fragments if by_head else _stripes
-    found = _once(fragment for tensor in tensors for fragment in of_tensor(tensor, num_blocks, parts))
+    found = dict.fromkeys(each for tensor in tensors for each in of_tensor(tensor, num_blocks, parts))
     _check_sum([part for part, _ in found], part_bytes)
     apart = {stride / part.stride for part, stride in found}
     if len(apart) > 1 or not min(apart).is_integer():
         raise ConfigError(f"the parts of KV tensors are not evenly spaced over blocks: {apart}")
     return [part for part, _ in found], Parts(parts, int(apart.pop()))
-
-
-def _once(found: Iterable[T]) -> list[T]:
-    return list(dict.fromkeys(found))
 
 
 def _check_sum(fragments: Sequence[Fragment], expected: int) -> None:
@@ -189,14 +172,11 @@ def layer_ends(layers: Iterable[Iterable[Tensor]], num_blocks: int, parts: int =
         return [part for part, _ in (_head_fragments if by_head else _stripes)(tensor, num_blocks, parts)]
 
     seen: set[Fragment] = set()
-    end, found = 0, []
+    ends = []
     for tensors in layers:
-        for fragment in (each for tensor in tensors for each in fragments_of(tensor)):
-            if fragment not in seen:
-                seen.add(fragment)
-                end += fragment.bytes
-        found.append(end)
-    return found
+        seen.update(each for tensor in tensors for each in fragments_of(tensor))
+        ends.append(sum(fragment.bytes for fragment in seen))
+    return ends
 
 
 def sections(fragments: Sequence[Fragment], ends: Sequence[int]) -> list[Section]:
@@ -214,26 +194,4 @@ def sections(fragments: Sequence[Fragment], ends: Sequence[int]) -> list[Section
             at += size
         found.append(Section(begin, end - begin, inside))
         begin = end
-    return found
-
-
-def single(runs: Sequence[FragmentRun]) -> list[Fragment]:
-    """Return the fragments of `runs`, in the order of the slot."""
-    return [Fragment(run.pointer + at * run.step, run.stride, run.bytes) for run in runs for at in range(run.number)]
-
-
-def runs(fragments: Sequence[Fragment]) -> list[FragmentRun]:
-    """Return the fragments as a few evenly spaced runs: one copy call copies a run."""
-    found: list[FragmentRun] = []
-    offset = 0
-    for fragment in fragments:
-        last = found[-1] if found else None
-        if last and (last.stride, last.bytes) == (fragment.stride, fragment.bytes):
-            step = fragment.pointer - (last.pointer + (last.number - 1) * last.step)
-            if step > 0 and (last.number == 1 or step == last.step):
-                found[-1] = last._replace(number=last.number + 1, step=step)
-                offset += fragment.bytes
-                continue
-        found.append(FragmentRun(fragment.pointer, fragment.stride, fragment.bytes, 1, 0, offset))
-        offset += fragment.bytes
     return found

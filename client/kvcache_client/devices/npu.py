@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from kvcache_client.devices import CopyError, Unsupported
-from kvcache_client.devices.layout import FragmentRun, sections, single
+from kvcache_client.devices.layout import Fragment, sections
 from kvcache_client.devices.npu_runtime import HostRegister, NpuRuntime
 from kvcache_client.devices.paths import Path, Straight
 from kvcache_client.devices.runtime import Handle
@@ -29,7 +29,7 @@ _PRIVATE = {3, 4, 29, 32, 33}
 
 
 def open_npu(
-    runs: Sequence[FragmentRun], num_blocks: int, keep: Sequence[Any], ends: Sequence[int] = ()
+    fragments: Sequence[Fragment], num_blocks: int, keep: Sequence[Any], ends: Sequence[int] = ()
 ) -> StreamDevice:
     """Return the device of the tensors `keep`. Raises the errors of `open_device`."""
     try:
@@ -42,8 +42,8 @@ def open_npu(
         if layout in _PRIVATE:
             raise Unsupported(f"KV cache in NPU format {layout}, whose bytes do not lie as its strides say")
     tuning, device = read_tuning(normal=_NORMAL), keep[0].device
-    parts = sections(single(runs), ends)
-    _, slot, fragments = parts[0]
+    parts = sections(fragments, ends)
+    slot = parts[0].bytes
     refused = "" if tuning.npu_register else _refusal(os.uname().release)
     runtime = NpuRuntime(device.index, fragments[0].pointer, _host_register(npu), refused)
     logger.info("%s: %s", device, runtime.describe())

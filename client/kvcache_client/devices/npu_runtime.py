@@ -71,14 +71,12 @@ class NpuRuntime:
 
     def describe(self) -> str:
         """Describe, for a log line, how the region is page-locked and how pieces are copied."""
-        if self._refused:
+        if self._refused or not self._acl.has("aclrtHostRegisterV2"):
             register = "not at all"
         elif self._torch_register is not None:
             register = "by torch_npu's npuHostRegister"
-        elif self._acl.has("aclrtHostRegisterV2"):
-            register = "by aclrtHostRegisterV2"
         else:
-            register = "not at all"
+            register = "by aclrtHostRegisterV2"
         copy = "aclrtMemcpyBatchAsync" if self._batches else "aclrtMemcpyAsync"
         return f"the region is page-locked {register}, pieces go by {copy}"
 

@@ -11,8 +11,9 @@ never ready when its last one ends, and the model's turn comes after one buffer 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -21,41 +22,59 @@ from kvcache_client.devices.layout import Section
 from kvcache_client.devices.runtime import Addresses, Handle, Runtime
 from kvcache_client.spans import Spans, join
 
+if TYPE_CHECKING:
+    from kvcache_client.devices.cuda_kernels import CudaPacker
+
 Blocks = npt.NDArray[np.int64]
 Cut = Callable[[Spans], Spans]
 _PIECES = 4096  # of one direct batch
 
 
-class Path(Protocol):
-    """One direction.
+class Path(ABC):
+    """One direction."""
 
-    Attributes:
-        cache: the stream that touches the engine's blocks.
-        sections: the whole block, and the sections that it is divided into.
-    """
+    def __init__(self, runtime: Runtime, sections: Sequence[Section], saves: bool) -> None:
+        """`sections` are the whole block, and those that it is divided into."""
+        self._runtime, self.sections, self._saves = runtime, sections, saves
+        self.cache = self._end = runtime.create_stream()  # one touches the engine's blocks, the other ends all work
 
-    cache: Handle
-    sections: Sequence[Section]
-
+    @abstractmethod
     def most(self, section: int) -> int:
         """Return the number of blocks that `move` takes at once."""
 
+    @abstractmethod
     def begin(self, ready: Handle, begun: Handle) -> None:
         """Let all later work wait for the event `ready`, and record `begun` when it continues."""
 
+    @abstractmethod
     def move(self, blocks: Blocks, places: Addresses, cut: Cut, section: int = 0) -> None:
         """Queue the copy of a section of each block from or to its slot, which begins at host address `places[i]`."""
 
     def record(self, event: Handle) -> None:
         """Record the end of all moves: host memory is not touched any more."""
+        self._gather_ends()
+        self._runtime.record(event, self._end)
 
     def finish(self, event: Handle) -> None:
         """The same, as `Runtime.finish`."""
+        self._gather_ends()
+        self._runtime.finish(event, self._end)
 
     def synchronize(self) -> None:
         """Wait for all moves."""
+        self._gather_ends()
+        self._runtime.synchronize(self._end)
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        for stream in {self.cache, self._end}:
+            self._runtime.destroy_stream(stream)
+
+    def _gather_ends(self) -> None:  # noqa: B027 - a path with one stream has nothing to gather
+        """Let `_end` wait for all queued work: also for that of a `move` that failed midway."""
+
+    def _copy(self, spans: Spans, stream: Handle) -> None:
+        targets, sources = (spans.host, spans.device) if self._saves else (spans.device, spans.host)
+        self._runtime.copy_batch(targets, sources, spans.sizes, self._saves, stream)
 
 
 class _Table(NamedTuple):
@@ -72,14 +91,12 @@ class _Table(NamedTuple):
         return cls(pointers, strides, sizes, np.cumsum(sizes) - sizes + np.uint64(section.begin))
 
 
-class Straight:
+class Straight(Path):
     """Each fragment by itself."""
 
     def __init__(self, runtime: Runtime, sections: Sequence[Section], saves: bool) -> None:
-        self._runtime, self._saves = runtime, saves
-        self.sections = sections
+        super().__init__(runtime, sections, saves)
         self._tables = [_Table.of(section) for section in sections]
-        self.cache = runtime.create_stream()
 
     def most(self, section: int) -> int:
         return max(1, _PIECES // len(self.sections[section].fragments))
@@ -92,28 +109,7 @@ class Straight:
         pointers, strides, sizes, offsets = self._tables[section]
         device = (pointers + blocks.astype(np.uint64)[:, None] * strides).ravel()
         host = (places[:, None] + offsets).ravel()
-        _copy(self._runtime, cut(join(Spans(device, host, np.tile(sizes, len(blocks))))), self._saves, self.cache)
-
-    def record(self, event: Handle) -> None:
-        self._runtime.record(event, self.cache)
-
-    def finish(self, event: Handle) -> None:
-        self._runtime.finish(event, self.cache)
-
-    def synchronize(self) -> None:
-        self._runtime.synchronize(self.cache)
-
-    def close(self) -> None:
-        self._runtime.destroy_stream(self.cache)
-
-
-class Packer(Protocol):
-    """Moves blocks within device memory."""
-
-    most: int
-
-    def launch(self, gather: bool, blocks: Blocks, buffer: int, stream: Handle, section: int = 0) -> None:
-        """Queue the copy of a section of each block to (`gather`) or from `buffer`, where they are consecutive."""
+        self._copy(cut(join(Spans(device, host, np.tile(sizes, len(blocks))))), self.cache)
 
 
 class _Buffer(NamedTuple):
@@ -125,29 +121,28 @@ class _Buffer(NamedTuple):
     free: Handle
 
 
-class Staged:
+class Staged(Path):
     """Copies through buffers in turn: while the kernel fills one, another's slots are copied; for loads in reverse."""
 
     def __init__(
         self,
         runtime: Runtime,
-        packer: Packer,
+        packer: CudaPacker,
         buffers: Sequence[int],
         buffer_bytes: int,
         sections: Sequence[Section],
         saves: bool,
     ) -> None:
         """`buffers` are addresses in device memory."""
-        self._runtime, self._packer, self._saves = runtime, packer, saves
-        self.sections, self._buffer_bytes = sections, buffer_bytes
+        super().__init__(runtime, sections, saves)
+        self._packer, self._buffer_bytes = packer, buffer_bytes
         self._buffers = [
             _Buffer(buffer, runtime.create_stream(), runtime.create_event(), runtime.create_event())
             for buffer in buffers
         ]
         self._turn = 0
-        self.cache = runtime.create_stream()
-        # The work of all buffers' streams ends here.
-        self._end = runtime.create_stream() if saves else self.cache
+        if saves:
+            self._end = runtime.create_stream()
         self._ended = runtime.create_event()
 
     def begin(self, ready: Handle, begun: Handle) -> None:
@@ -169,33 +164,21 @@ class Staged:
         buffer = self._buffers[self._turn]
         self._turn = (self._turn + 1) % len(self._buffers)
         runtime = self._runtime
-        inside = np.uint64(buffer.address) + np.arange(len(blocks), dtype=np.uint64) * np.uint64(size)
+        inside = rows(buffer.address, len(blocks), size)
         spans = cut(join(Spans(inside, places + np.uint64(begin), np.full(len(blocks), size, np.uint64))))
         into, out_of = (self.cache, buffer.host) if self._saves else (buffer.host, self.cache)
         runtime.wait(into, buffer.free)
         if self._saves:
             self._packer.launch(True, blocks, buffer.address, into, section)
         else:
-            _copy(runtime, spans, False, into)
+            self._copy(spans, into)
         runtime.record(buffer.full, into)
         runtime.wait(out_of, buffer.full)
         if self._saves:
-            _copy(runtime, spans, True, out_of)
+            self._copy(spans, out_of)
         else:
             self._packer.launch(False, blocks, buffer.address, out_of, section)
         runtime.record(buffer.free, out_of)
-
-    def record(self, event: Handle) -> None:
-        self._gather_ends()
-        self._runtime.record(event, self._end)
-
-    def finish(self, event: Handle) -> None:
-        self._gather_ends()
-        self._runtime.finish(event, self._end)
-
-    def synchronize(self) -> None:
-        self._gather_ends()
-        self._runtime.synchronize(self._end)
 
     def close(self) -> None:
         for buffer in self._buffers:
@@ -203,17 +186,15 @@ class Staged:
             self._runtime.destroy_event(buffer.free)
             self._runtime.destroy_stream(buffer.host)
         self._runtime.destroy_event(self._ended)
-        for stream in {self.cache, self._end}:
-            self._runtime.destroy_stream(stream)
+        super().close()
 
     def _gather_ends(self) -> None:
-        """Let the end wait for all queued work: also for that of a `move` that failed midway."""
         for buffer in self._buffers:
             event = buffer.free if self._saves else buffer.full
             self._runtime.record(event, buffer.host)
             self._runtime.wait(self._end, event)
 
 
-def _copy(runtime: Runtime, spans: Spans, saves: bool, stream: Handle) -> None:
-    targets, sources = (spans.host, spans.device) if saves else (spans.device, spans.host)
-    runtime.copy_batch(targets, sources, spans.sizes, saves, stream)
+def rows(address: int, count: int, size: int) -> Addresses:
+    """Return the addresses of `count` consecutive pieces of `size` bytes from `address` on."""
+    return np.uint64(address) + np.arange(count, dtype=np.uint64) * np.uint64(size)

@@ -5,26 +5,26 @@ from __future__ import annotations
 import mmap
 import os
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from kvcache_client.devices import CopyError, Device, Job, Scratch
-from kvcache_client.devices.layout import FragmentRun
+from kvcache_client.devices.layout import Fragment
 
 _GUARD = 4096  # bytes before and behind each slot that a copy must leave alone
 _SECONDS = 30.0
 
 
-def check_copies(device: Device, runs: Sequence[FragmentRun], num_blocks: int, ends: Sequence[int] = ()) -> None:
+def check_copies(device: Device, fragments: Sequence[Fragment], num_blocks: int, ends: Sequence[int] = ()) -> None:
     """Save two blocks of known bytes and load two others, before the engine uses its cache; then restore them.
 
     Two more are loaded section by section, if a block has sections: `ends` as in `open_device`.
 
     Raises CopyError, with the fault, unless every byte arrives and no byte beside them changes.
     """
-    slot = sum(run.bytes * run.number for run in runs)
+    slot = sum(fragment.bytes for fragment in fragments)
     blocks = [0, num_blocks - 1] if num_blocks > 1 else [0]
     pitch = -(-slot // mmap.PAGESIZE) * mmap.PAGESIZE + 2 * _GUARD
     scratch = Scratch(pitch * len(blocks))
@@ -32,44 +32,44 @@ def check_copies(device: Device, runs: Sequence[FragmentRun], num_blocks: int, e
     offsets = [_GUARD + pitch * number for number in reversed(range(len(blocks)))]
     device.register(scratch)
     _wait_registered(device)
-    with _kept(device, runs, blocks):
-        out = [os.urandom(slot) for _ in blocks]
-        for block, data in zip(blocks, out, strict=True):
-            _write(device, runs, block, data)
+
+    def copy(saves: bool, section: int = 0) -> None:
+        ended = threading.Event()
+        numbers, places = np.array(blocks, np.int64), np.array(offsets, np.int64)
+        job = Job(scratch, numbers, places, lambda job: ended.set(), section=section)
+        (device.save if saves else device.load)(job)
+        if not ended.wait(_SECONDS):
+            raise CopyError(f"self-test: a {'save' if saves else 'load'} has not ended after {_SECONDS:.0f} s")
+        if job.error:
+            raise CopyError(f"self-test: a {'save' if saves else 'load'} failed: {job.error}")
+
+    def fill(words: npt.NDArray[np.uint8]) -> list[bytes]:
+        """Fill the slots with new bytes, and return them."""
+        new = [os.urandom(slot) for _ in blocks]
+        for offset, data in zip(offsets, new, strict=True):
+            words[offset : offset + slot] = np.frombuffer(data, np.uint8)
+        return new
+
+    before = _read(device, fragments, blocks)
+    try:
         expected = scratch.words.copy()
-        for offset, data in zip(offsets, out, strict=True):
-            expected[offset : offset + slot] = np.frombuffer(data, np.uint8)
-        _copy(device, True, scratch, blocks, offsets)
+        _write(device, fragments, blocks, fill(expected))
+        copy(saves=True)
         if not np.array_equal(scratch.words, expected):
             raise CopyError(f"self-test: {int((scratch.words != expected).sum())} wrong bytes after a save")
-        back = [os.urandom(slot) for _ in blocks]
-        for offset, data in zip(offsets, back, strict=True):
-            scratch.words[offset : offset + slot] = np.frombuffer(data, np.uint8)
-        _copy(device, False, scratch, blocks, offsets)
-        for block, data in zip(blocks, back, strict=True):
-            if _read(device, runs, block) != data:
+        loaded = fill(scratch.words)
+        copy(saves=False)
+        for block, found, data in zip(blocks, _read(device, fragments, blocks), loaded, strict=True):
+            if found != data:
                 raise CopyError(f"self-test: block {block} has wrong bytes after a load")
-        parts = [os.urandom(slot) for _ in blocks]
-        for offset, data in zip(offsets, parts, strict=True):
-            scratch.words[offset : offset + slot] = np.frombuffer(data, np.uint8)
+        parts = fill(scratch.words)
         for section, end in enumerate(ends, 1):
-            _copy(device, False, scratch, blocks, offsets, section)
-            for block, data, before in zip(blocks, parts, back, strict=True):
-                if _read(device, runs, block) != data[:end] + before[end:]:
+            copy(saves=False, section=section)
+            for block, found, data, old in zip(blocks, _read(device, fragments, blocks), parts, loaded, strict=True):
+                if found != data[:end] + old[end:]:
                     raise CopyError(f"self-test: block {block} has wrong bytes after section {section} was loaded")
-
-
-def _copy(
-    device: Device, saves: bool, scratch: Scratch, blocks: list[int], offsets: list[int], section: int = 0
-) -> None:
-    ended = threading.Event()
-    numbers, places = np.array(blocks, np.int64), np.array(offsets, np.int64)
-    job = Job(scratch, numbers, places, lambda job: ended.set(), section=section)
-    (device.save if saves else device.load)(job)
-    if not ended.wait(_SECONDS):
-        raise CopyError(f"self-test: a {'save' if saves else 'load'} has not ended after {_SECONDS:.0f} s")
-    if job.error:
-        raise CopyError(f"self-test: a {'save' if saves else 'load'} failed: {job.error}")
+    finally:
+        _write(device, fragments, blocks, before)
 
 
 def _wait_registered(device: Device) -> None:
@@ -81,28 +81,13 @@ def _wait_registered(device: Device) -> None:
         pause.wait(0.001)
 
 
-@contextmanager
-def _kept(device: Device, runs: Sequence[FragmentRun], blocks: Sequence[int]) -> Iterator[None]:
-    before = [_read(device, runs, block) for block in blocks]
-    try:
-        yield
-    finally:
-        for block, data in zip(blocks, before, strict=True):
-            _write(device, runs, block, data)
+def _read(device: Device, fragments: Sequence[Fragment], blocks: Sequence[int]) -> list[bytes]:
+    return [b"".join(device.peek(at + block * stride, size) for at, stride, size in fragments) for block in blocks]
 
 
-def _read(device: Device, runs: Sequence[FragmentRun], block: int) -> bytes:
-    return b"".join(device.peek(address, size) for address, size in _places(runs, block))
-
-
-def _write(device: Device, runs: Sequence[FragmentRun], block: int, data: bytes) -> None:
-    at = 0
-    for address, size in _places(runs, block):
-        device.poke(address, data[at : at + size])
-        at += size
-
-
-def _places(runs: Sequence[FragmentRun], block: int) -> Iterator[tuple[int, int]]:
-    for run in runs:
-        for number in range(run.number):
-            yield run.pointer + block * run.stride + number * run.step, run.bytes
+def _write(device: Device, fragments: Sequence[Fragment], blocks: Sequence[int], contents: Sequence[bytes]) -> None:
+    for block, data in zip(blocks, contents, strict=True):
+        begin = 0
+        for pointer, stride, size in fragments:
+            device.poke(pointer + block * stride, data[begin : begin + size])
+            begin += size

@@ -9,25 +9,24 @@ from typing import Any
 from kvcache_client.devices import Device, Job, Memory
 
 
-class SeveralLayouts:
+class SeveralLayouts(Device):
     """Passes each job to the device of its layout. `devices` are those, by the number of the layout."""
 
     def __init__(self, devices: Sequence[Device]) -> None:
         self.devices = devices
-        self.share(devices[0])
-
-    def share(self, owner: Any) -> None:
-        for device in self.devices:
-            if device is not owner:
-                device.share(owner)
+        self._share()
 
     def register(self, region: Memory) -> None:
         for device in self.devices:
             device.register(region)
 
-    def adopt(self, registration: Any) -> None:
-        self.devices[0].adopt(registration)
-        self.share(self.devices[0])
+    def adopt(self, registration: Any, owned: bool = True) -> None:
+        self.devices[0].adopt(registration, owned)
+        self._share()
+
+    def _share(self) -> None:
+        for device in self.devices[1:]:
+            device.adopt(self.devices[0].registration, owned=False)
 
     def registered(self) -> tuple[bool, int]:
         return self.devices[0].registered()

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import threading
 import time
-from ctypes import byref, c_int
 from dataclasses import dataclass
 
 from kvcache_client.devices import CopyError
@@ -124,9 +123,7 @@ class StreamPool:
             return True
 
     def _is_idle(self, stream: Handle) -> bool:
-        status = c_int()
-        self._acl.call("aclrtStreamQuery", stream, byref(status))
-        return status.value == COMPLETE
+        return self._acl.status("aclrtStreamQuery", stream) == COMPLETE
 
     def _synchronize(self, turn: StreamTurn) -> None:
         """Query the outcome of an idle stream's work, which makes CANN forget it."""
@@ -141,6 +138,4 @@ class StreamPool:
 
 def is_recorded(acl: Acl, event: Handle) -> bool:
     """Return True if the work before `event` has run, well or not. Raises AclError if the device is gone."""
-    status = c_int()
-    acl.call("aclrtQueryEventStatus", event, byref(status))
-    return status.value == RECORDED
+    return acl.status("aclrtQueryEventStatus", event) == RECORDED

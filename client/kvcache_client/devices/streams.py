@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvcache_client.devices import CopyError, Job, Memory, check_job
+from kvcache_client.devices import CopyError, Device, Job, Memory, check_job
 from kvcache_client.devices.bounce_buffers import BounceBuffers
 from kvcache_client.devices.copy_queue import CopyQueue
 from kvcache_client.devices.paths import Path
@@ -36,7 +36,7 @@ class Paths(NamedTuple):
     close: Callable[[], None] = lambda: None
 
 
-class StreamDevice:
+class StreamDevice(Device):
     """Copies for one cache. Called from the engine's thread."""
 
     def __init__(
@@ -57,14 +57,14 @@ class StreamDevice:
         self._runtime, self._now, self._synchronize = runtime, compute, synchronize
         self._paths = paths
         self._slot, self._blocks = slot, num_blocks
-        self._registration = Registration(runtime, tuning.register_chunk)
+        self.registration: Registration = Registration(runtime, tuning.register_chunk)
         self._owns_registration = True
 
         def make_buffers(path: Path) -> BounceBuffers:
             return BounceBuffers(runtime, path, tuning.stage_bytes)
 
         self._saves, self._loads = (
-            CopyQueue(runtime, paths.make(saves), self._registration, make_buffers, saves, room)
+            CopyQueue(runtime, paths.make(saves), self.registration, make_buffers, saves, room)
             for saves in (True, False)
         )
         self._saved_last: npt.NDArray[np.int64] = np.zeros(num_blocks, np.int64)  # a block's last save, by number
@@ -75,10 +75,10 @@ class StreamDevice:
         self._closed = False
 
     def register(self, region: Memory) -> None:
-        self._registration.register(region)
+        self.registration.register(region)
 
     def registered(self) -> tuple[bool, int]:
-        return self._registration.progress()
+        return self.registration.progress()
 
     def save(self, job: Job) -> None:
         job.saves = True
@@ -100,29 +100,21 @@ class StreamDevice:
         if event is not None:
             self._runtime.wait(self._compute(), event)
 
-    def adopt(self, registration: Registration) -> None:
-        """Take over memory that was page-locked before this was made. No job may be running."""
-        before, self._registration = self._registration, registration
+    def adopt(self, registration: Registration, owned: bool = True) -> None:
+        if self._owns_registration:
+            self.registration.close()
+        self.registration, self._owns_registration = registration, owned
         for queue in (self._saves, self._loads):
             queue.use(registration)
-        before.close()
-
-    def share(self, owner: StreamDevice) -> None:
-        before, self._registration = self._registration, owner._registration
-        for queue in (self._saves, self._loads):
-            queue.use(self._registration)
-        if self._owns_registration:
-            self._owns_registration = False
-            before.close()
 
     def enter_step(self) -> None:
         self._stepping = True
         if not self._serving:
             self._serving = True
-            self._registration.serve(self._is_idle)
+            self.registration.serve(self._is_idle)
 
     def leave_step(self) -> None:
-        if self._registration.unfinished and not self._closed:
+        if self.registration.unfinished and not self._closed:
             with self._idle_lock:
                 if self._step_end is None:
                     self._step_end = self._runtime.create_event()
@@ -187,7 +179,7 @@ class StreamDevice:
         if self._closed:
             return
         self._closed = True
-        unlock = (self._registration.close,) if self._owns_registration else ()
+        unlock = (self.registration.close,) if self._owns_registration else ()
         for free in (self._runtime.use, self._saves.close, self._loads.close, *unlock, self._paths.close):
             try:
                 free()

@@ -37,47 +37,42 @@ class CircuitBreaker:
 
     def __init__(self, backoff: Backoff | None = None) -> None:
         self._backoff = backoff or Backoff()
-        self._probe_at: float | None = None
+        self.probe_at: float | None = None  # when the next probe is due; None while closed
         self._failed_at = -math.inf
 
     @property
     def closed(self) -> bool:
-        return self._probe_at is None
-
-    @property
-    def probe_at(self) -> float | None:
-        """When the next probe is due; None while closed."""
-        return self._probe_at
+        return self.probe_at is None
 
     def failed(self, now: float) -> bool:
         """Note a missed deadline, and return whether it opened the breaker.
 
         The first probe is due at once, or after the backoff if the last miss was recent.
         """
-        if self._probe_at is not None:
+        if self.probe_at is not None:
             return False
         if now - self._failed_at > 2 * self._backoff.longest:
             self._backoff.reset()
-            self._probe_at = now
+            self.probe_at = now
         else:
-            self._probe_at = now + self._backoff.next()
+            self.probe_at = now + self._backoff.next()
         self._failed_at = now
         return True
 
     def answered(self) -> bool:
         """Note an answer in time, and return whether it closed the breaker."""
-        opened, self._probe_at = self._probe_at is not None, None
+        opened, self.probe_at = self.probe_at is not None, None
         return opened
 
     def answered_late(self, now: float) -> None:
         """Note an answer that came too late: the daemon is alive, so the next probe is soon."""
-        if self._probe_at is not None:
+        if self.probe_at is not None:
             self._backoff.reset()
-            self._probe_at = now + self._backoff.next()
+            self.probe_at = now + self._backoff.next()
 
     def probe_due(self, now: float) -> bool:
         """Return whether to probe now; if so, the next probe is delayed by the backoff."""
-        if self._probe_at is None or now < self._probe_at:
+        if self.probe_at is None or now < self.probe_at:
             return False
-        self._probe_at = now + self._backoff.next()
+        self.probe_at = now + self._backoff.next()
         return True

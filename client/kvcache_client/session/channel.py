@@ -17,7 +17,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import zmq
 import zmq.backend
@@ -26,7 +26,7 @@ from kvcache_client.session.counters import Counters
 from kvcache_proto.codec import decode_reply, encode
 from kvcache_proto.endpoint import routing_id
 from kvcache_proto.errors import BadFrame, BadToken
-from kvcache_proto.messages import Error, Pong, Reply, Reserved
+from kvcache_proto.messages import Error, Pong, Reply, Request, Reserved
 
 logger = logging.getLogger("kvcache_client.session")
 
@@ -68,13 +68,6 @@ class _Follower:
         while (found := self.inbox.get()) is self:
             pass
         return found  # type: ignore[return-value]
-
-
-class Numbered(Protocol):
-    """A request: anything with an id and the session's token."""
-
-    id: int
-    token: bytes
 
 
 class Channel:
@@ -132,7 +125,7 @@ class Channel:
         """Whether the daemon owes an answer, and has not answered anything for `deadline` seconds."""
         return bool(self._waiting) and now - self._quiet_since > deadline
 
-    def call(self, request: Numbered, deadline: float, late: Handler) -> Reply | None:
+    def call(self, request: Request, deadline: float, late: Handler) -> Reply | None:
         """Send and return the reply; None if there is none within `deadline` seconds.
 
         `late` gets a reply that comes later. A request that could not be sent in time is still sent later. Calls of
@@ -156,7 +149,7 @@ class Channel:
             self._wake()
         return reply
 
-    def post(self, request: Numbered, handler: Handler | None) -> bool:
+    def post(self, request: Request, handler: Handler | None) -> bool:
         """Send without waiting, and return whether the channel was open. `handler` gets the reply, on some thread."""
         if self.closed:
             return False
@@ -181,7 +174,7 @@ class Channel:
                     may_send = self._flush()
                     self._drain()
                     # Receiving consumes the notification on `descriptor` that there is room again.
-                    may_send = may_send or self._has_room()
+                    may_send = may_send or bool(self._socket.getsockopt(zmq.EVENTS) & zmq.POLLOUT)
             finally:
                 self._lock.release()
             if self._followers:
@@ -214,7 +207,7 @@ class Channel:
 
     # Calls that follow.
 
-    def _follow(self, request: Numbered, deadline: float, late: Handler) -> Reply | None:
+    def _follow(self, request: Request, deadline: float, late: Handler) -> Reply | None:
         """Call while another thread has the lock: wait for the reply, or for the lock, whichever comes first."""
         follower, until = _Follower(late), time.monotonic() + deadline
         if self._leading:
@@ -285,7 +278,7 @@ class Channel:
 
     # Under the lock, but for the first three.
 
-    def _enqueue(self, request: Numbered, handler: Handler | _Follower | None) -> int:
+    def _enqueue(self, request: Request, handler: Handler | _Follower | None) -> int:
         request.token = self._token
         with self._order:
             request.id = next(self._ids)
@@ -314,9 +307,6 @@ class Channel:
                 return False
             outbox.popleft()
         return True
-
-    def _has_room(self) -> bool:
-        return bool(self._socket.getsockopt(zmq.EVENTS) & zmq.POLLOUT)
 
     def _await(self, number: int, until: float) -> Reply | None:
         self._leading, slow = True, False

@@ -1,4 +1,4 @@
-"""One session at the daemon, from its first welcome on.
+"""One session at the daemon, from its first welcome on, and how it comes about: a knock, a region, a channel.
 
 A next daemon that knows the session resumes it, and all grants over the connection stay valid. If it does not know the
 session, another connection replaces this one, and the grants over this one are void.
@@ -7,39 +7,31 @@ session, another connection replaces this one, and the grants over this one are 
 from __future__ import annotations
 
 from collections import deque
-from typing import NamedTuple
+from typing import Any
+
+import zmq
 
 from kvcache_client.session import forks
+from kvcache_client.session.bell import Bell
 from kvcache_client.session.channel import Channel, Handler
-from kvcache_client.session.handshake import Door
+from kvcache_client.session.counters import Counters
+from kvcache_client.session.handshake import Door, knock
 from kvcache_client.session.region import Region
+from kvcache_proto.endpoint import socket_path
 from kvcache_proto.messages import Settle
 
 
-class OwedSettlement(NamedTuple):
-    """A settlement that the daemon has not answered, and the handler of the answer."""
-
-    settle: Settle
-    answer: Handler
-
-
 class Connection:
-    """The results of a welcome: an open door, a channel and a region; and the grants since then.
-
-    Attributes:
-        leases: by number of each held lease, the references that a next daemon restores it from: that of the last
-            block, then those of the tails' blocks.
-        newest_reservation: the highest reservation in answers of daemons that are gone.
-        owed: settlements that a gone daemon may not have seen; the next one gets them.
-    """
+    """An open door, a channel and a region; and the grants since the welcome."""
 
     def __init__(self, door: Door, channel: Channel, region: Region) -> None:
-        self.door = door
-        self.channel = channel
-        self.region = region
+        self.door, self.channel, self.region = door, channel, region
+        # By number of each held lease, the references that a next daemon restores it from: that of the last block, then
+        # those of the tails' blocks.
         self.leases: dict[int, bytes] = {}
-        self.newest_reservation = 0
-        self.owed: deque[OwedSettlement] = deque()
+        self.newest_reservation = 0  # the highest one in answers of daemons that are gone
+        # What a gone daemon may not have seen, and the handlers of the answers: the next one gets it.
+        self.owed: deque[tuple[Settle, Handler]] = deque()
 
     def resume(self, door: Door, channel: Channel) -> None:
         """Continue as the same session behind another door."""
@@ -55,3 +47,48 @@ class Connection:
     def unlock(self) -> None:
         """Signal to the daemon that no copy of this session runs any more."""
         forks.close(self.door.lock)
+
+
+class Dialer:
+    """Dials one endpoint for one engine's process. `bell` wakes the supervisor, and cancels a knock."""
+
+    def __init__(
+        self, endpoint: str, engine: str, label: str, servers: frozenset[int], counters: Counters, bell: Bell
+    ) -> None:
+        self.endpoint, self.engine, self.label = endpoint, engine, label
+        self._servers, self._counters, self._bell = servers, counters, bell
+        forks.adopt_peer(socket_path(endpoint))
+        self._context: zmq.Context[Any] = zmq.Context(1)
+
+    def dial(
+        self, timeout: float, suspended: Connection | None, region: Region | None, interruptible: bool
+    ) -> Connection:
+        """Return a connection that is not in use yet: `suspended` itself if the daemon knows it and resumes it.
+
+        Args:
+            timeout: seconds for the knock.
+            region: the mapping that this session has; it is kept if the daemon has the same region.
+            interruptible: whether the bell cancels the knock.
+        Raises the errors of `handshake.knock`, and RegionError; then nothing has changed.
+        """
+        last = suspended.door.welcome if suspended is not None else None
+        interrupt = self._bell.descriptor if interruptible else None
+        door = knock(self.endpoint, self.engine, self.label, timeout, interrupt, last, self._servers)
+        geometry, token = door.welcome.geometry, door.welcome.token
+        try:
+            if region is None or region.geometry != geometry:
+                region = Region(door.region, geometry)
+            channel = Channel(self._context, self.endpoint, token, self._counters, self._bell.ring)
+        except BaseException:
+            forks.close(door.connection)
+            forks.close(door.lock)
+            raise
+        finally:
+            forks.close(door.region)
+        if door.welcome.resumed and suspended is not None and suspended.region is region:
+            suspended.resume(door, channel)
+            return suspended
+        return Connection(door, channel, region)
+
+    def close(self) -> None:
+        self._context.term()

@@ -15,7 +15,7 @@ from typing import TypeVar
 
 from kvcache_client.session import forks
 from kvcache_client.session.breaker import CircuitBreaker
-from kvcache_client.session.channel import Handler, Numbered
+from kvcache_client.session.channel import Handler
 from kvcache_client.session.connection import Connection
 from kvcache_client.session.counters import Counters
 from kvcache_proto import messages as m
@@ -29,27 +29,18 @@ T = TypeVar("T", bound=m.Reply)
 
 
 class Daemon:
-    """Requests to the daemon, from any thread.
-
-    Attributes:
-        connection: the connection in use; None while there is no daemon. Only the supervisor changes it.
-        suspended: a connection whose daemon is gone and that the next daemon may resume; None if there is none.
-        absence: why there is no connection.
-        closing: whether the session is being closed.
-        deadline: seconds that a request on the fast path may take.
-        connect_timeout: seconds that any other request may take.
-        owner: the process that this belongs to, as numbered by `forks.current`.
-    """
+    """Requests to the daemon, from any thread. Only the supervisor changes `connection` and `suspended`."""
 
     def __init__(
         self, endpoint: str, deadline: float, connect_timeout: float, counters: Counters, wake: Callable[[], None]
     ) -> None:
-        """`wake` has the supervisor handle due work."""
+        """Requests on the fast path may take `deadline` seconds, others `connect_timeout`; `wake` has the supervisor
+        handle due work."""
         self.endpoint, self.deadline, self.connect_timeout = endpoint, deadline, connect_timeout
-        self.owner = forks.current()
-        self.connection: Connection | None = None
-        self.suspended: Connection | None = None
-        self.absence = "not connected yet"
+        self.owner = forks.current()  # the process that this belongs to
+        self.connection: Connection | None = None  # in use
+        self.suspended: Connection | None = None  # its daemon is gone, and the next one may resume it
+        self.absence = "not connected yet"  # why there is no connection
         self.closing = False
         self.breaker = CircuitBreaker()
         self.counters = counters
@@ -63,7 +54,6 @@ class Daemon:
         return connection is not None and not connection.channel.fault and self.breaker.closed and not self.closing
 
     def check_process(self) -> None:
-        """Raise ClientError in a forked child."""
         forks.check(self.owner)
 
     def count(self, name: str, count: int = 1) -> None:
@@ -71,7 +61,7 @@ class Daemon:
 
     # Requests.
 
-    def call(self, connection: Connection | None, request: Numbered, late: Handler) -> m.Reply | None:
+    def call(self, connection: Connection | None, request: m.Request, late: Handler) -> m.Reply | None:
         """Send and return the reply, or None if there is none within the deadline; `late` gets it then."""
         if connection is None or connection is not self.connection:
             return None
@@ -84,7 +74,7 @@ class Daemon:
         return reply
 
     def post(
-        self, connection: Connection | None, request: Numbered, stale: str, handler: Handler | None = None
+        self, connection: Connection | None, request: m.Request, stale: str, handler: Handler | None = None
     ) -> bool:
         """Send without waiting, and return whether it was sent.
 
@@ -97,7 +87,7 @@ class Daemon:
         return posted
 
     def ask(
-        self, request: Numbered, kind: type[T], connection: Connection | None = None, heard: Handler | None = None
+        self, request: m.Request, kind: type[T], connection: Connection | None = None, heard: Handler | None = None
     ) -> T:
         """Send and return the reply: off the fast path, where the caller may wait while other threads go on.
 
@@ -119,7 +109,7 @@ class Daemon:
             raise Unavailable(f"the daemon at {self.endpoint} did not answer within {self.connect_timeout:g} s")
         return reply
 
-    def _wait(self, connection: Connection, request: Numbered, heard: Handler) -> m.Reply | None:
+    def _wait(self, connection: Connection, request: m.Request, heard: Handler) -> m.Reply | None:
         replies: queue.SimpleQueue[m.Reply | None] = queue.SimpleQueue()
 
         def answer(reply: m.Reply | None) -> None:
@@ -132,7 +122,6 @@ class Daemon:
         return None
 
     def pump(self) -> None:
-        """Process arrived replies; never waits."""
         if (connection := self.connection) is not None and self.owner == forks.current():
             connection.channel.pump()
 

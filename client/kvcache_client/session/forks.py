@@ -16,14 +16,12 @@ from collections.abc import Iterable
 
 from kvcache_proto.errors import ClientError
 
-_lock = threading.Lock()
+guard = threading.Lock()  # no fork happens while it is held: between the creation of a descriptor and `adopt`
 _descriptors: set[int] = set()
 _socket_paths: set[str] = set()
 _pid = os.getpid()
 
 MAX_GUESSED = 1 << 16  # descriptors that are checked if there is no list of them
-
-guard = _lock  # no fork happens while it is held: between the creation of a descriptor and `adopt`
 
 
 def adopt(descriptor: int) -> int:
@@ -39,7 +37,7 @@ def adopt_peer(path: str) -> None:
 
 def close(descriptor: int) -> None:
     """Close an adopted descriptor."""
-    with _lock:
+    with guard:
         _descriptors.discard(descriptor)
         os.close(descriptor)
 
@@ -55,14 +53,6 @@ def check(owner: int) -> None:
         raise ClientError(f"this session belongs to process {owner}: a forked child connects a session of its own")
 
 
-def _before() -> None:
-    _lock.acquire()
-
-
-def _in_parent() -> None:
-    _lock.release()
-
-
 def _in_child() -> None:
     global _pid
     _pid = os.getpid()
@@ -75,7 +65,7 @@ def _in_child() -> None:
             with contextlib.suppress(OSError):
                 _close_if_ours(descriptor)
     _socket_paths.clear()
-    _lock.release()
+    guard.release()
 
 
 def _open_descriptors() -> Iterable[int]:
@@ -99,4 +89,4 @@ def _close_if_ours(descriptor: int) -> None:
         os.close(descriptor)
 
 
-os.register_at_fork(before=_before, after_in_parent=_in_parent, after_in_child=_in_child)
+os.register_at_fork(before=guard.acquire, after_in_parent=guard.release, after_in_child=_in_child)

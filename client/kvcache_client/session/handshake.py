@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import array
 import os
 import socket
 import time
@@ -15,7 +14,7 @@ from kvcache_proto.errors import BadFrame, Unavailable
 from kvcache_proto.messages import PROTOCOL_VERSION, Hello, Welcome
 from kvcache_proto.trust import check_server
 
-_DESCRIPTORS = 2
+_DESCRIPTORS, _MOST = 2, 8  # with a welcome; that are taken, and closed if they are too many
 
 
 class Door(NamedTuple):
@@ -84,14 +83,8 @@ def _read_frame(connection: socket.socket, received: list[int], until: float, in
     while wanted := door.missing(buffer):
         _wait_readable(connection, until, interrupt)
         with forks.guard:
-            data, ancillary, _, _ = connection.recvmsg(
-                wanted, socket.CMSG_SPACE(8 * array.array("i").itemsize), socket.MSG_CMSG_CLOEXEC
-            )
-            for level, kind, payload in ancillary:
-                if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-                    descriptors = array.array("i")
-                    descriptors.frombytes(payload[: len(payload) - len(payload) % descriptors.itemsize])
-                    received.extend(forks.adopt(descriptor) for descriptor in descriptors)
+            data, descriptors, _, _ = socket.recv_fds(connection, wanted, _MOST, socket.MSG_CMSG_CLOEXEC)
+            received.extend(map(forks.adopt, descriptors))
         if not data:
             raise Unavailable("the daemon closed the door without an answer")
         buffer += data

@@ -6,36 +6,14 @@ import functools
 import logging
 from collections.abc import Callable, Sequence
 
-from kvcache_client.session.channel import Channel, Numbered
+from kvcache_client.session.channel import Channel
 from kvcache_client.session.connection import Connection
-from kvcache_client.session.daemon import LOST, Daemon
-from kvcache_client.session.lease import Lease
+from kvcache_client.session.daemon import LOST, Daemon, ignore
+from kvcache_client.session.grants import Lease, Parts, Reservation, Ticket, chosen_shards, parts_of_hits
 from kvcache_client.session.replies import wrong_lookup, wrong_reservation
-from kvcache_client.session.reservation import Reservation, Ticket, chosen_shards
 from kvcache_client.session.settlements import Settlements
-from kvcache_client.session.slots import Parts, parts_of_hits
+from kvcache_proto import messages as m
 from kvcache_proto.errors import BadArgument
-from kvcache_proto.messages import (
-    MAX_SECONDS,
-    Acquire,
-    Acquired,
-    Attach,
-    Attached,
-    Detach,
-    Distrust,
-    Distrusted,
-    Drop,
-    Error,
-    Note,
-    Release,
-    Remark,
-    Reply,
-    Reserve,
-    Reserved,
-    Retain,
-    Retained,
-    Run,
-)
 from kvcache_proto.types import (
     MAX_BLOCKS,
     MAX_HASHES,
@@ -51,18 +29,11 @@ from kvcache_proto.types import (
 
 logger = logging.getLogger("kvcache_client.session")
 
-_NOTHING = Reserved(0, 0, b"", b"")
+_NOTHING = m.Reserved(0, 0, b"", b"")
 
 
 class Namespace:
-    """Made by `Session.attach`; it outlives restarts of the daemon.
-
-    Attributes:
-        spec: the attached spec.
-        id: 16 hex digits, the same in every process that attaches the same model and identity.
-        shards: the shards that this session writes.
-        refused: why the daemon did not let this session join it; "" if it did, or has no request yet.
-    """
+    """Made by `Session.attach`; it outlives restarts of the daemon."""
 
     def __init__(
         self,
@@ -76,8 +47,8 @@ class Namespace:
             raise BadArgument(f"shards {shards}: each once, 0 to {spec.shards - 1}")
         self._daemon, self._settlements = daemon, settlements
         self.spec, self.shards, self.ceiling_bytes = spec, shards, ceiling_bytes
-        self.id = spec.id
-        self.refused = ""
+        self.id = spec.id  # 16 hex digits, the same in every process that attaches the same model and identity
+        self.refused = ""  # why the daemon does not let this session join; "" if it does, or was not asked yet
         self._left = False
         self._number: tuple[Channel | None, int] = (None, 0)  # the daemon's number, and the channel that it came by
 
@@ -91,15 +62,15 @@ class Namespace:
     def join(self, connection: Connection) -> None:
         """Attach over `connection`, and wait for the answer. Raises the daemon's refusals, and Unavailable."""
         heard = functools.partial(self._take_answer, connection, connection.channel)
-        heard(self._daemon.ask(self._attachment(), Attached, connection, heard))
+        heard(self._daemon.ask(self._attachment(), m.Attached, connection, heard))
 
     def join_later(self, connection: Connection) -> None:
         """Attach over `connection` without waiting; a refusal is logged and counted."""
         channel = connection.channel
 
-        def heard(reply: Reply | None) -> None:
+        def heard(reply: m.Reply | None) -> None:
             self._take_answer(connection, channel, reply)
-            if isinstance(reply, Error):
+            if isinstance(reply, m.Error):
                 self.refuse(reply.message)
 
         self._daemon.post(connection, self._attachment(), "stale_attaches", heard)
@@ -117,19 +88,19 @@ class Namespace:
         connection, number = self._joined()
         self._number = (None, 0)
         if connection is not None:
-            self._daemon.post(connection, Detach(0, b"", number), "stale_detaches")
+            self._daemon.post(connection, m.Detach(0, b"", number), "stale_detaches")
 
-    def _attachment(self) -> Attach:
-        return Attach(0, b"", self.spec, self.shards, self.ceiling_bytes)
+    def _attachment(self) -> m.Attach:
+        return m.Attach(0, b"", self.spec, self.shards, self.ceiling_bytes)
 
-    def _take_answer(self, connection: Connection, channel: Channel, reply: Reply | None) -> None:
+    def _take_answer(self, connection: Connection, channel: Channel, reply: m.Reply | None) -> None:
         """Take the answer to an attach: it is valid even if it is too late for the caller."""
-        if isinstance(reply, Attached):
+        if isinstance(reply, m.Attached):
             if not self._left:
                 self._number, self.refused = (channel, reply.namespace), ""
             else:  # left before it was joined
-                self._daemon.post(connection, Detach(0, b"", reply.namespace), "stale_detaches")
-        elif not isinstance(reply, Error):  # lost: the namespace would stay unknown for as long as the channel lives
+                self._daemon.post(connection, m.Detach(0, b"", reply.namespace), "stale_detaches")
+        elif not isinstance(reply, m.Error):  # lost: the namespace would stay unknown for as long as the channel lives
             channel.give_up("it did not answer an attach")
 
     def _joined(self) -> tuple[Connection | None, int]:
@@ -174,11 +145,12 @@ class Namespace:
             return self._no_lease("lookups_down")
         if not hashes:
             return Lease(self._daemon, connection)
-        asked = Acquire(0, b"", number, _listed(hashes), group, pin, verify, request[:MAX_NAME], tokens, salted, start)
+        listed, named = _listed(hashes), request[:MAX_NAME]
+        asked = m.Acquire(0, b"", number, listed, group, pin, verify, named, tokens, salted, start)
         reply = self._daemon.call(connection, asked, lambda late: self._return_lease(connection, late))
         if reply is None:
             return self._no_lease("lookups_unanswered")
-        if not isinstance(reply, Acquired):
+        if not isinstance(reply, m.Acquired):
             self._daemon.refused(reply, "lookups_refused", connection)
             return self._no_lease("lookups_refused")
         parts = parts_of_hits(self.spec, group, max(0, reply.hits), start)
@@ -194,16 +166,16 @@ class Namespace:
         self._daemon.count(reason)
         return Lease(self._daemon, None, failed=True)
 
-    def _return_lease(self, connection: Connection, late: Reply | None) -> None:
-        if isinstance(late, Acquired):
+    def _return_lease(self, connection: Connection, late: m.Reply | None) -> None:
+        if isinstance(late, m.Acquired):
             self._daemon.count("late_lookups")
             self._give_back(connection, late)
-        elif not isinstance(late, Error):
+        elif not isinstance(late, m.Error):
             connection.channel.give_up(LOST)
 
-    def _give_back(self, connection: Connection, unwanted: Acquired) -> None:
+    def _give_back(self, connection: Connection, unwanted: m.Acquired) -> None:
         if unwanted.lease:
-            self._daemon.post(connection, Release(0, b"", [unwanted.lease]), "stale_releases")
+            self._daemon.post(connection, m.Release(0, b"", [unwanted.lease]), "stale_releases")
         elif unwanted.hits:
             connection.channel.give_up(LOST)
 
@@ -221,15 +193,15 @@ class Namespace:
         connection, number = self._joined()
         if connection is None or not hashes:
             return self._reservation(asked, connection, None if hashes else _NOTHING, "reserves_down")
-        request = Reserve(0, b"", number, [Run(_listed(hashes), parent)], group)
+        request = m.Reserve(0, b"", number, [m.Run(_listed(hashes), parent)], group)
         reply = self._daemon.call(connection, request, lambda late: self._return_reservation(connection, late))
         return self._reservation(asked, connection, reply, "reserves_unanswered")
 
     def reserve_later(self, hashes: Sequence[bytes], parent: bytes | None = None, group: int = 0) -> Ticket:
         """Ask as `reserve` does, and return at once; the ticket gets the answer."""
-        return self.reserve_runs_later([Run(_listed(hashes), parent)], group)
+        return self.reserve_runs_later([m.Run(_listed(hashes), parent)], group)
 
-    def reserve_runs_later(self, runs: Sequence[Run], group: int = 0) -> Ticket:
+    def reserve_runs_later(self, runs: Sequence[m.Run], group: int = 0) -> Ticket:
         """Request several runs at once, as `reserve_later` does for one: there is one reservation for all of them, of
         at most MAX_BLOCKS blocks together.
 
@@ -245,9 +217,9 @@ class Namespace:
             abandon=lambda late: self._return_reservation(connection, late),
             pump=self._daemon.pump,
         )
-        request = Reserve(0, b"", number, list(runs), group)
+        request = m.Reserve(0, b"", number, list(runs), group)
 
-        def answered(reply: Reply | None) -> None:
+        def answered(reply: m.Reply | None) -> None:
             ticket.answer(reply)
             if reply is None and connection is not None:
                 connection.channel.give_up(LOST)
@@ -259,40 +231,35 @@ class Namespace:
         return ticket
 
     def _reservation(
-        self, asked: Parts, connection: Connection | None, reply: Reply | None, reason: str
+        self, asked: Parts, connection: Connection | None, reply: m.Reply | None, reason: str
     ) -> Reservation:
-        granted: Reserved | None = None
         count = sum(blocks for _, blocks in asked)
-        parts: Parts = ()
-        if isinstance(reply, Reserved):
-            parts = _granted(asked, reply.answers)
-            wrong = wrong_reservation(reply, count, connection.region.holds) if connection is not None else ""
-            if wrong:
-                self._daemon.misbehaved(wrong)
-                self._daemon.count("reserves_refused")
-                self._disown(connection, reply)
-            else:
-                granted = reply
-        else:
-            if reply is None:
-                self._daemon.count(reason)
-            else:
-                self._daemon.refused(reply, "reserves_refused", connection)
-            connection = None
-        reservation = Reservation(self._settlements, parts, self.shards, count, connection, granted)
+        granted = reply if isinstance(reply, m.Reserved) else None
+        if reply is None:
+            self._daemon.count(reason)
+        elif granted is None:
+            self._daemon.refused(reply, "reserves_refused", connection)
+        elif connection is not None and (wrong := wrong_reservation(granted, count, connection.region.holds)):
+            self._daemon.misbehaved(wrong)
+            self._daemon.count("reserves_refused")
+            self._disown(connection, granted)
+            granted = None
+        parts = _granted(asked, granted.answers) if granted else ()
+        at = connection if granted else None
+        reservation = Reservation(self._settlements, parts, self.shards, count, at, granted)
         refusals = list(reservation.refused.values())
         for why in set(refusals):
             self._daemon.count(f"refused_{why}", refusals.count(why))
         return reservation
 
-    def _return_reservation(self, connection: Connection | None, late: Reply | None) -> None:
-        if isinstance(late, Reserved):
+    def _return_reservation(self, connection: Connection | None, late: m.Reply | None) -> None:
+        if isinstance(late, m.Reserved):
             self._daemon.count("late_reserves")
             self._disown(connection, late)
-        elif connection is not None and not isinstance(late, Error):
+        elif connection is not None and not isinstance(late, m.Error):
             connection.channel.give_up(LOST)
 
-    def _disown(self, connection: Connection | None, unwanted: Reserved) -> None:
+    def _disown(self, connection: Connection | None, unwanted: m.Reserved) -> None:
         if unwanted.reservation:
             every = range(self.spec.shards)
             self._settlements.settle(connection, unwanted.reservation, Outcome.NEVER_STARTED, (), every)
@@ -353,19 +320,14 @@ class Namespace:
         Returns whether it was sent. Raises BadArgument for values out of bounds.
         """
         self._check(hashes, group)
-        if not 0 < seconds <= MAX_SECONDS:
-            raise BadArgument(f"retain for {seconds} s: more than 0, at most {MAX_SECONDS:.0f}")
+        if not 0 < seconds <= m.MAX_SECONDS:
+            raise BadArgument(f"retain for {seconds} s: more than 0, at most {m.MAX_SECONDS:.0f}")
 
-        def answered(reply: Reply | None) -> None:
-            if isinstance(reply, Error):
-                self._daemon.log_refusal("retain", reply)
-            elif isinstance(reply, Retained) and then is not None:
+        def kept(reply: m.Reply | None) -> None:
+            if isinstance(reply, m.Retained) and then is not None:
                 then(min(reply.blocks, len(hashes)), reply.refused)
 
-        return self._say(
-            lambda number: Retain(0, b"", number, _listed(hashes), seconds, group, request[:MAX_NAME]),
-            answered,
-        )
+        return self._hint(m.Retain(0, b"", 0, _listed(hashes), seconds, group, request[:MAX_NAME]), kept)
 
     def drop(self, hashes: Sequence[bytes], after: int = 0, group: int = 0, request: str = "") -> bool:
         """Report to the daemon that the end of a chain is not needed again; never waits.
@@ -377,21 +339,22 @@ class Namespace:
         if after < 0:
             raise BadArgument(f"after {after}: 0 or more blocks")
 
-        def answered(reply: Reply | None) -> None:
-            if isinstance(reply, Error):
-                self._daemon.log_refusal("drop", reply)
+        return self._hint(m.Drop(0, b"", 0, _listed(hashes), after, group, request[:MAX_NAME]))
 
-        return self._say(
-            lambda number: Drop(0, b"", number, _listed(hashes), after, group, request[:MAX_NAME]), answered
-        )
+    def _hint(self, hint: m.Retain | m.Drop, then: Callable[[m.Reply | None], None] = ignore) -> bool:
+        """Send a hint, and return whether it was sent. A refusal is logged; `then` gets any other reply."""
 
-    def _say(self, message: Callable[[int], Numbered], answered: Callable[[Reply | None], None]) -> bool:
-        """Send a hint, made for the daemon's number of this namespace."""
-        connection, number = self._joined()
+        def answered(reply: m.Reply | None) -> None:
+            if isinstance(reply, m.Error):
+                self._daemon.log_refusal(type(hint).__name__.lower(), reply)
+            else:
+                then(reply)
+
+        connection, hint.namespace = self._joined()
         if connection is None:
             self._daemon.count("hints_unsaid")
             return False
-        return self._daemon.post(connection, message(number), "hints_unsaid", answered)
+        return self._daemon.post(connection, hint, "hints_unsaid", answered)
 
     # Faults.
 
@@ -413,26 +376,26 @@ class Namespace:
         if len(packed) > MAX_BLOCKS * REF_BYTES:
             raise BadArgument(f"{len(packed) // REF_BYTES} blocks at once: at most {MAX_BLOCKS}")
 
-        def answered(reply: Reply | None) -> None:
-            if isinstance(reply, Error):
+        def answered(reply: m.Reply | None) -> None:
+            if isinstance(reply, m.Error):
                 daemon.log_refusal("distrust", reply)
-            then(list(reply.writers) if isinstance(reply, Distrusted) else [])
+            then(list(reply.writers) if isinstance(reply, m.Distrusted) else [])
 
         connection = daemon.connection
         if connection is None or connection.region.id != region_id:
             daemon.count("distrusts_unsaid")
             then([])
             return
-        request = Distrust(0, b"", region_id, packed, shard, int(finding))
+        request = m.Distrust(0, b"", region_id, packed, shard, int(finding))
         if not daemon.post(connection, request, "distrusts_unsaid", answered):
             then([])
 
-    def remark(self, notes: list[Note], group: int = 0) -> bool:
+    def remark(self, notes: list[m.Note], group: int = 0) -> bool:
         """Send the daemon `notes` that it cannot know otherwise; never waits. Returns whether they were sent."""
         connection, number = self._joined()
         if connection is None:
             return False
-        return self._daemon.post(connection, Remark(0, b"", number, notes, group), "notes_unsaid")
+        return self._daemon.post(connection, m.Remark(0, b"", number, notes, group), "notes_unsaid")
 
     def _check(self, hashes: Sequence[bytes], group: int, most: int = MAX_HASHES) -> GroupSpec:
         self._daemon.check_process()

@@ -46,31 +46,23 @@ class Placed(NamedTuple):
 
 
 class Region:
-    """One mapping of the region; it exists as long as references to it or to its buffer exist.
-
-    Attributes:
-        id: 16 bytes, unique to this region.
-        buffer: the whole region, writable.
-        address: start of `buffer` in this process; page-aligned.
-        bytes: its length.
-        rows: the reader of its header and rows.
-    """
+    """One mapping of the region; it exists as long as references to it or to its buffer exist."""
 
     def __init__(self, descriptor: int, geometry: PoolGeometry) -> None:
         """Map the file behind `descriptor`, which the caller may close afterwards. Raises RegionError."""
         _check(geometry)
         try:
-            self.buffer = map_file(descriptor, geometry.region_bytes)
+            self.buffer = map_file(descriptor, geometry.region_bytes)  # writable
         except (OSError, ValueError, OverflowError, ctypes.ArgumentError) as error:
             raise RegionError(f"cannot map the region of {geometry.region_bytes} bytes: {error}") from None
         self.geometry = geometry
-        self.id = geometry.region_id
+        self.id = geometry.region_id  # 16 bytes, unique to this region
         self.bytes = geometry.region_bytes
         self.rows = RegionRows(self.buffer, geometry)
         self.rows.check_header()
         self._words: npt.NDArray[np.uint64] = np.frombuffer(self.buffer, dtype=np.uint64)
         self._rows: npt.NDArray[Any] = np.frombuffer(self.buffer, dtype=_ROW, count=geometry.pages, offset=HEADER)
-        self.address = int(self._words.ctypes.data)
+        self.address = int(self._words.ctypes.data)  # of `buffer`; page-aligned
 
     @property
     def present(self) -> int:

@@ -18,13 +18,9 @@ _REFUSALS = bytes(Refusal)
 _VERDICTS = bytes(Verdict)
 
 
-def wrong_lookup(reply: Acquired, asked: int, pin: bool, shards: int, holds: Holds, slots: int | None = None) -> str:
-    """Check the answer to a lookup of `asked` hashes in a namespace with `shards` shards.
-
-    `slots` is the number of references in such an answer; None: as many as hits.
-    """
+def wrong_lookup(reply: Acquired, asked: int, pin: bool, shards: int, holds: Holds, slots: int) -> str:
+    """Check the answer to a lookup of `asked` hashes: it has references to `slots` slots of `shards` shards."""
     hits = reply.hits
-    slots = hits if slots is None else slots
     if not 0 <= hits <= asked or not 0 <= reply.pending <= asked - hits or not 0 <= reply.withheld <= asked - hits:
         return f"{hits} hits, {reply.pending} pending, {reply.withheld} withheld of {asked} hashes"
     if not 0 <= reply.coming <= asked - hits or reply.eta_ms < (reply.coming > 0):

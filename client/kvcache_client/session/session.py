@@ -13,15 +13,14 @@ import msgspec
 
 from kvcache_client.session import forks
 from kvcache_client.session.bell import Bell
+from kvcache_client.session.connection import Dialer
 from kvcache_client.session.counters import Counters
 from kvcache_client.session.daemon import Daemon, ignore
-from kvcache_client.session.dialer import Dialer
+from kvcache_client.session.grants import Slot
 from kvcache_client.session.namespace import Namespace
 from kvcache_client.session.region import Region
 from kvcache_client.session.settlements import Settlements
-from kvcache_client.session.slots import Slot
-from kvcache_client.session.supervisor import Supervisor
-from kvcache_client.session.telemetry import Telemetry
+from kvcache_client.session.supervisor import Supervisor, Telemetry
 from kvcache_proto import messages as m
 from kvcache_proto.endpoint import check_endpoint, default_endpoint
 from kvcache_proto.errors import RegionError
@@ -37,10 +36,6 @@ class Session:
 
     Made by `connect`, which needs a running daemon, or by `open`, which also works without one until it comes.
     Thread-safe. Not for forked children: they get a ClientError and make their own.
-
-    Attributes:
-        endpoint, engine, label: as given to `connect`.
-        daemon: the daemon as this session reaches it: connection, breaker, deadlines.
     """
 
     def __init__(
@@ -58,11 +53,11 @@ class Session:
         self.engine, self.label = engine, label
         self._patient = patient
         trusted = server_uids(servers)
-        self._bell, counters = Bell(), Counters()
-        self.daemon = Daemon(self.endpoint, deadline, connect_timeout, counters, self._bell.ring)
-        self._dialer = Dialer(self.endpoint, engine, label, trusted, counters, self._bell)
+        bell, counters = Bell(), Counters()
+        self.daemon = Daemon(self.endpoint, deadline, connect_timeout, counters, bell.ring)
         self._settlements, self._telemetry = Settlements(self.daemon), Telemetry(self.daemon)
-        self._supervisor = Supervisor(self.daemon, self._dialer, self._settlements, self._telemetry, self._bell)
+        dialer = Dialer(self.endpoint, engine, label, trusted, counters, bell)
+        self._supervisor = Supervisor(self.daemon, dialer, self._settlements, self._telemetry, bell)
 
     @classmethod
     def connect(
@@ -239,8 +234,6 @@ class Session:
                     connection.channel.call(m.Ping(0, b""), daemon.connect_timeout, ignore)
         finally:  # a session that stays open, though unusable, would keep its leases
             self._supervisor.close()
-            self._dialer.close()
-            self._bell.close()
 
     def __enter__(self) -> Session:
         return self

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from kvcache_client.session import forks
 from kvcache_client.session.channel import Channel, Handler
-from kvcache_client.session.connection import Connection, OwedSettlement
+from kvcache_client.session.connection import Connection
 from kvcache_client.session.daemon import Daemon
 from kvcache_client.session.replies import wrong_settlement
 from kvcache_proto.messages import Error, Reply, Settle, Settled
@@ -26,10 +27,6 @@ class Settlements:
         self._daemon = daemon
         self._paying = threading.Lock()
 
-    def check_process(self) -> None:
-        """Raise ClientError in a forked child."""
-        self._daemon.check_process()
-
     def settle(
         self,
         connection: Connection | None,
@@ -41,35 +38,37 @@ class Settlements:
         sums: bytes = b"",
     ) -> None:
         """Report how `shards` of granted slots ended; never waits. `Namespace.settle` has the arguments."""
+        if connection is None:
+            self._daemon.count("settles_unanswered")
+            return
 
         def settled(reply: Reply | None) -> None:
             verdicts = self._verdicts(reply)
             if verdicts and then is not None:
                 then(verdicts)
 
-        self._send(connection, _settlement(connection, reservation, outcome, positions, shards, sums), settled)
+        region = connection.region.id
+        request = Settle(0, b"", region, reservation, tuple(shards), int(outcome), list(positions), sums)
+        self._send(connection, request, settled)
 
-    def commit(self, connection: Connection | None, reservation: int, shards: Sequence[int]) -> list[Verdict]:
+    def commit(self, connection: Connection, reservation: int, shards: Sequence[int]) -> list[Verdict]:
         """Report that `shards` of all slots of a reservation are written, and return the verdicts.
 
         Empty if the daemon does not answer in time: then the commit is on its way. Raises the daemon's refusals.
         """
-        daemon = self._daemon
-        request = _settlement(connection, reservation, Outcome.COMMITTED, (), shards)
-        if connection is None or connection is not daemon.connection or not daemon.up:
-            # It must not be lost with a slow or absent daemon: it is sent anyway, without waiting.
+        daemon, channel = self._daemon, connection.channel
+        daemon.check_process()
+        request = Settle(0, b"", connection.region.id, reservation, tuple(shards), int(Outcome.COMMITTED))
+        reply: Reply | None = None
+        if connection is daemon.connection and daemon.up:
+            late = partial(self._heard, connection, channel, request, self._verdicts)
+            reply = daemon.call(connection, request, late)
+        if reply is None and not request.id:
+            # It never had its turn: the daemon is slow or gone, or other calls were running. It must not be lost.
             self._send(connection, request, self._verdicts)
             return []
-        channel = connection.channel
-        reply = daemon.call(
-            connection, request, lambda late: self._heard(connection, channel, request, self._verdicts, late)
-        )
         if isinstance(reply, Error):
             daemon.refused(reply, "settles_refused", connection)
-            return []
-        if reply is None and not request.id:
-            # It never had its turn: other calls were running, or the daemon has gone since the check.
-            self._send(connection, request, self._verdicts)
             return []
         return self._verdicts(reply)
 
@@ -86,41 +85,31 @@ class Settlements:
                 owed = connection.owed.popleft() if connection.owed else None
                 if owed is not None:
                     self._daemon.count("settles_sent_again")
-                    self._send(connection, owed.settle, owed.answer)
+                    self._send(connection, *owed)
             finally:
                 self._paying.release()
 
-    def _send(self, connection: Connection | None, request: Settle, answer: Handler) -> None:
+    def _send(self, connection: Connection, request: Settle, answer: Handler) -> None:
         """Send without waiting; while the daemon is away, keep it for the next one."""
-        daemon = self._daemon
-        if daemon.owner != forks.current():
+        if self._daemon.owner != forks.current():
             return
-        in_use = connection is not None and connection is daemon.connection
-        channel = connection.channel if connection is not None and in_use else None
-
-        def heard(reply: Reply | None) -> None:
-            self._heard(connection, channel, request, answer, reply)
-
+        channel = connection.channel if connection is self._daemon.connection else None
+        heard = partial(self._heard, connection, channel, request, answer)
         if channel is None or not channel.post(request, heard):
             heard(None)
 
     def _heard(
-        self,
-        connection: Connection | None,
-        channel: Channel | None,
-        request: Settle,
-        answer: Handler,
-        reply: Reply | None,
+        self, connection: Connection, channel: Channel | None, request: Settle, answer: Handler, reply: Reply | None
     ) -> None:
         """Take the answer that came by `channel`. If none came and the daemon is gone, the next one gets the
         request."""
         daemon = self._daemon
-        if reply is not None or connection is None or (channel is not None and not channel.closed):
+        if reply is not None or (channel is not None and not channel.closed):
             answer(reply)
-            if reply is not None and connection is not None and connection.owed:
+            if reply is not None and connection.owed:
                 self.pay(connection)
         elif connection in (daemon.connection, daemon.suspended) and not daemon.closing:
-            connection.owed.append(OwedSettlement(request, answer))
+            connection.owed.append((request, answer))
             self.pay(connection)
         else:
             daemon.count("stale_settles")
@@ -142,15 +131,3 @@ class Settlements:
         else:
             daemon.misbehaved(f"a {type(reply).__name__.lower()} to a settlement")
         return []
-
-
-def _settlement(
-    connection: Connection | None,
-    reservation: int,
-    outcome: Outcome,
-    positions: Sequence[int],
-    shards: Sequence[int],
-    sums: bytes = b"",
-) -> Settle:
-    region = connection.region.id if connection is not None else b""
-    return Settle(0, b"", region, reservation, tuple(shards), int(outcome), list(positions), sums)

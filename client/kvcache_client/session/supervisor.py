@@ -9,39 +9,71 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import zmq
 
 from kvcache_client.session.bell import Bell
 from kvcache_client.session.breaker import Backoff
-from kvcache_client.session.connection import Connection
+from kvcache_client.session.connection import Connection, Dialer
+from kvcache_client.session.counters import Gains
 from kvcache_client.session.daemon import Daemon
-from kvcache_client.session.dialer import Dialer
 from kvcache_client.session.namespace import Namespace
 from kvcache_client.session.region import Region
 from kvcache_client.session.settlements import Settlements
-from kvcache_client.session.telemetry import Telemetry
+from kvcache_proto import messages as m
 from kvcache_proto.errors import ClientError, KVCacheError, Unavailable
-from kvcache_proto.messages import Restate, Restated
+from kvcache_proto.types import Breaker
 
 logger = logging.getLogger("kvcache_client.session")
 
 GLIMPSE = 0.02  # seconds
 ASK_AGAIN = 2.0  # seconds after which a refused namespace is requested again: there may be room now
+REPORT_EVERY = 1.0  # seconds: `top` refreshes as often
 STEADY = 1.0  # seconds that a connection must have held for the next knock to come soon after its end
 
 
-class Supervisor:
-    """Keeps a session connected, and its namespaces attached.
+class Telemetry:
+    """Reports at once if the breaker has opened or closed or the daemon is new, otherwise the changes every second."""
 
-    `region` is the mapping; it stays when the daemon goes, until a next one has another region.
-    """
+    def __init__(self, daemon: Daemon) -> None:
+        self._daemon = daemon
+        self._gains = Gains(daemon.counters.snapshot)
+        self._lock = threading.Lock()
+        self._reported: tuple[m.Welcome, Breaker] | None = None
+        self._due = 0.0
+
+    def add_counts(self, source: Callable[[], Mapping[str, int]]) -> None:
+        """Report the counts that `source` returns, too; it is called on the supervisor's thread."""
+        self._gains.sources.append(source)
+
+    def seconds_left(self) -> float:
+        """Return the seconds until a report may be due."""
+        return max(0.0, self._due - time.monotonic())
+
+    def report(self, connection: Connection, at_once: bool = False) -> None:
+        """Send the changes if a report is due or `at_once`; never waits."""
+        welcome, now = connection.door.welcome, time.monotonic()
+        with self._lock:
+            state = welcome, Breaker.CLOSED if self._daemon.breaker.closed else Breaker.OPEN
+            if state == self._reported and now < self._due and not at_once:
+                return
+            self._due = now + REPORT_EVERY
+            gained, sums = self._gains.look()
+            if state == self._reported and not gained:
+                return
+            if self._daemon.post(connection, m.Tell(0, b"", state[1], gained), "stale_tells"):
+                self._gains.note(sums)
+                self._reported = state
+
+
+class Supervisor:
+    """Keeps a session connected, and its namespaces attached."""
 
     def __init__(
         self, daemon: Daemon, dialer: Dialer, settlements: Settlements, telemetry: Telemetry, bell: Bell
     ) -> None:
-        self.region: Region | None = None
+        self.region: Region | None = None  # it stays when the daemon goes, until a next one has another region
         self._daemon, self._dialer, self._settlements, self._telemetry = daemon, dialer, settlements, telemetry
         self._bell = bell
         self._backoff = Backoff()
@@ -84,14 +116,12 @@ class Supervisor:
                     raise
 
     def detach(self, namespace: Namespace) -> None:
-        """Leave a namespace for good, without waiting. Idempotent."""
         with self._change:
             if namespace in self._namespaces:
                 self._namespaces.remove(namespace)
                 namespace.leave()
 
     def on_region(self, callback: Callable[[Region], None]) -> None:
-        """Call `callback` with each region that is mapped, the present one included."""
         with self._change:
             self._region_callbacks.append(callback)
             if self.region is not None:
@@ -112,6 +142,8 @@ class Supervisor:
             self._thread.join()
         self.leave("closed")
         self._give_up_suspended()
+        self._dialer.close()
+        self._bell.close()
 
     # The thread.
 
@@ -141,12 +173,11 @@ class Supervisor:
         channel.watched = False  # before looking whether it is busy: a post in between rings the bell
         channel.watched = watched = channel.busy
         probe_at = daemon.breaker.probe_at
-        timeout = daemon.deadline if watched else self._telemetry.seconds_left()
+        timeout, now = daemon.deadline if watched else self._telemetry.seconds_left(), time.monotonic()
         if self._refused():
-            until = max(0.0, self._asked_at + ASK_AGAIN - time.monotonic())
-            timeout = min(timeout, until)
+            timeout = min(timeout, max(0.0, self._asked_at + ASK_AGAIN - now))
         if probe_at is not None:
-            timeout = max(0.0, probe_at - time.monotonic())
+            timeout = max(0.0, probe_at - now)
         door = connection.door
         ready = self._bell.wait([door.connection, *([channel.descriptor] if watched else [])], timeout)
         if door.connection in ready and not door.still_open():
@@ -158,7 +189,9 @@ class Supervisor:
                 channel.pump(GLIMPSE)  # a running call receives for us: the door must not wait for its end
             now = time.monotonic()
             if now >= self._asked_at + ASK_AGAIN and daemon.breaker.probe_at is None:
-                self._ask_again(connection, now)
+                self._asked_at = now
+                for namespace in self._refused():
+                    namespace.join_later(connection)
             if channel.overdue(now, daemon.deadline):
                 daemon.missed("an answer is overdue")
             if daemon.breaker.probe_due(now):
@@ -170,12 +203,6 @@ class Supervisor:
         It takes no lock: a call that waits for an answer holds it.
         """
         return [namespace for namespace in list(self._namespaces) if namespace.refused]
-
-    def _ask_again(self, connection: Connection, now: float) -> None:
-        """Request refused namespaces again."""
-        self._asked_at = now
-        for namespace in self._refused():
-            namespace.join_later(connection)
 
     # Coming and going. On the thread, but for the first time and the last.
 
@@ -238,7 +265,7 @@ class Supervisor:
     def _restate(self, connection: Connection) -> None:
         """Report our state to a next daemon: leases, and the highest reservation in its predecessors' answers."""
         leases = list(connection.leases.items())
-        lost = self._daemon.ask(Restate(0, b"", connection.newest_reservation, leases), Restated, connection).lost
+        lost = self._daemon.ask(m.Restate(0, b"", connection.newest_reservation, leases), m.Restated, connection).lost
         self._daemon.count("sessions_resumed")
         self._daemon.count("leases_restated", len(leases) - len(lost))
         self._daemon.count("leases_lost", len(lost))

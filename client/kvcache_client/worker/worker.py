@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvcache_client.devices import CopyError, Device, open_device
-from kvcache_client.devices.layout import Fragment, runs
+from kvcache_client.devices.layout import Fragment
 from kvcache_client.devices.registration import Registration
 from kvcache_client.devices.self_test import check_copies
 from kvcache_client.devices.several import SeveralLayouts
@@ -257,9 +257,9 @@ def _open_devices(
     devices: list[Device] = []
     try:
         for fragments in layouts:
-            devices.append(open_device(tensors[0].device.type, runs(fragments), count, keep=tensors, ends=sections))
+            devices.append(open_device(tensors[0].device.type, fragments, count, keep=tensors, ends=sections))
         for each, fragments in zip(devices, layouts, strict=True):
-            check_copies(each, runs(fragments), count, sections)
+            check_copies(each, fragments, count, sections)
     except CopyError:
         for each in reversed(devices):
             each.close()

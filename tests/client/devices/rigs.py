@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from kvcache_client.devices import Device, Job, open_device
-from kvcache_client.devices.layout import block_fragments, runs
+from kvcache_client.devices.layout import block_fragments
 from kvcache_client.spans import Runs
 from kvcache_client.worker.kv_layout import describe_tensor, flatten
 
@@ -321,14 +321,14 @@ class Bench:
             memory.copy_(torch.randint(0, 256, memory.shape, dtype=torch.uint8))
         rig.synchronize()
         self.slot_bytes = sum(self._block(tensor, 0).nbytes for tensor in self.tensors)
-        self.runs = runs(block_fragments(map(describe_tensor, self.tensors), BLOCKS, self.slot_bytes))
+        self.fragments = block_fragments(map(describe_tensor, self.tensors), BLOCKS, self.slot_bytes)
         self.pitch = self.slot_bytes + GAP
         size = -(-SLOTS * self.pitch // mmap.PAGESIZE) * mmap.PAGESIZE
         self.region = Memory(size, path)
         if not path:
             self.region.array[:] = 0xA5
         self.ends = [self.slot_bytes * (at + 1) // sections for at in range(sections)]
-        self.device: Device = open_device(rig.kind, self.runs, BLOCKS, keep=self.tensors, ends=self.ends)
+        self.device: Device = open_device(rig.kind, self.fragments, BLOCKS, keep=self.tensors, ends=self.ends)
         self.ended: list[Job] = []
 
     def _block(self, tensor: Any, number: int) -> Any:

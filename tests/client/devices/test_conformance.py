@@ -475,7 +475,7 @@ def test_two_processes_on_one_region(rig: Rig) -> None:
 
 def test_the_self_test_leaves_everything_as_it_was(each_bench: Bench) -> None:
     around = each_bench.around()
-    check_copies(each_bench.device, each_bench.runs, BLOCKS)
+    check_copies(each_bench.device, each_bench.fragments, BLOCKS)
     assert each_bench.around() == around
     each_bench.register()
     each_bench.save([1], [2])
@@ -484,11 +484,11 @@ def test_the_self_test_leaves_everything_as_it_was(each_bench: Bench) -> None:
 
 
 def test_the_self_test_notices_a_device_that_copies_elsewhere(bench: Bench) -> None:
-    wrong = [run._replace(pointer=run.pointer + 64) for run in bench.runs]
+    wrong = [each._replace(pointer=each.pointer + 64) for each in bench.fragments]
     device = open_device(bench.rig.kind, wrong, BLOCKS - 1, bench.tensors)
     try:
         with pytest.raises(CopyError, match="wrong bytes"):
-            check_copies(device, bench.runs, BLOCKS - 1)
+            check_copies(device, bench.fragments, BLOCKS - 1)
     finally:
         device.close()
 
@@ -497,11 +497,11 @@ def test_the_self_test_copies_sections_too(rig: Rig) -> None:
     bench = Bench(rig, LAYOUTS["keys and values apart"], sections=4)
     try:
         around = bench.around()
-        check_copies(bench.device, bench.runs, BLOCKS, bench.ends)
+        check_copies(bench.device, bench.fragments, BLOCKS, bench.ends)
         assert bench.around() == around
         wrong = [end - 64 for end in bench.ends[:-1]] + bench.ends[-1:]
         with pytest.raises(CopyError, match="wrong bytes after section 1"):
-            check_copies(bench.device, bench.runs, BLOCKS, wrong)
+            check_copies(bench.device, bench.fragments, BLOCKS, wrong)
         assert bench.around() == around
     finally:
         bench.close()
@@ -510,7 +510,7 @@ def test_the_self_test_copies_sections_too(rig: Rig) -> None:
 def test_the_self_test_notices_a_device_that_fails(bench: Bench) -> None:
     bench.device.close()
     with pytest.raises(CopyError, match="failed: the device is closed"):
-        check_copies(bench.device, bench.runs, BLOCKS)
+        check_copies(bench.device, bench.fragments, BLOCKS)
 
 
 def test_kinds_without_a_module_are_named() -> None:

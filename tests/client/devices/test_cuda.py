@@ -108,9 +108,8 @@ def test_a_driver_without_batches_copies_one_by_one() -> None:
     data = torch.arange(4096, dtype=torch.int32, device="cuda")
     torch.cuda.synchronize()
     driver = Driver()
-    assert driver.batches
+    assert driver._batch is not None
     driver._batch = None
-    assert not driver.batches
     stream, size = driver.create_stream(), data.nbytes
     host = driver.allocate_host(size)
     addresses = np.arange(0, size, 1024, dtype=np.uint64)
@@ -140,7 +139,7 @@ def test_where_device_memory_is_short_the_stage_is_smaller_or_none(
     torch.cuda.set_per_process_memory_fraction(room / torch.cuda.get_device_properties(0).total_memory)
     try:
         caplog.clear()
-        bench.device = open_device("cuda", bench.runs, BLOCKS, bench.tensors)
+        bench.device = open_device("cuda", bench.fragments, BLOCKS, bench.tensors)
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
     try:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from kvcache_client.devices import CopyError, Device, Job, Scratch, Unsupported, open_device
-from kvcache_client.devices.layout import FragmentRun, Tensor, block_fragments, runs
+from kvcache_client.devices.layout import Fragment, Tensor, block_fragments
 from kvcache_client.devices.self_test import check_copies
 from kvcache_proto.errors import ConfigError
 from kvcache_tools.doctor.check_result import CheckResult, How
@@ -221,11 +221,11 @@ def _on(torch: Any, kind: str, index: int) -> Iterator[CheckResult]:
     getattr(torch, kind).empty_cache()
 
 
-def _places(address: int, blocks: int) -> list[FragmentRun]:
+def _places(address: int, blocks: int) -> list[Fragment]:
     layer = 2 * blocks * FRAGMENT
     shape, strides = (2, blocks, FRAGMENT), (blocks * FRAGMENT, FRAGMENT, 1)
     tensors = (Tensor(address + number * layer, shape, strides, 1) for number in range(LAYERS))
-    return runs(block_fragments(tensors, blocks, SLOT))
+    return block_fragments(tensors, blocks, SLOT)
 
 
 def _registration(kit: Kit, device: Device, region: Scratch, reasons: _Reasons) -> Iterator[CheckResult]:
