@@ -121,7 +121,7 @@ class Service:
     def _allow_users(self, config: Config) -> None:
         """Allow only the users and groups in `config` to connect to the sockets. Raises OSError."""
         self._door.allow_users(config.allow_uids, config.allow_gids, rate_of(config))
-        self._request_socket.allow_users(config.allow_uids, config.allow_gids)
+        self._request_socket.listener.allow_users(config.allow_uids, config.allow_gids)
         if self._publisher is not None:
             self._publisher.allow_users(config)
 
@@ -303,7 +303,7 @@ class Service:
 
     def _look_after_sockets(self) -> None:
         """Stop if a socket's file was removed: clients cannot find the daemon; the next start creates it again."""
-        for each in (self._request_socket.socket_file, self._door.socket_file):
+        for each in (self._request_socket.listener, self._door.listener):
             if not each.is_ours() and not self._lost:
                 self._lost = each.path
                 log.error("%s was removed or replaced: no client can attach any more; stopping", each.path)

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import socket
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 
 from kvcache_proto.endpoint import SCHEME, socket_path
@@ -108,7 +108,6 @@ class SubscriberServer(ZmtpServer[EventConnection]):
         self.readable = readable
         self._receive, self._gone = receive, gone
         self._open: dict[EventConnection, None] = {}  # oldest first
-        self._cuts: Counter[str] = Counter()  # refused and terminated connections, by reason
         self._rate = Rate(A_SECOND, AT_ONCE)
         self._unix: list[Listener] = []
         self._tcp: list[Acceptor] = []
@@ -127,14 +126,9 @@ class SubscriberServer(ZmtpServer[EventConnection]):
 
     def _bind_unix(self, endpoint: str, role: Role, connection_type: type[EventConnection]) -> str:
         def enter(sock: socket.socket, peer: Peer) -> bool:
-            if listener.allows(peer):
-                listener.connect(sock, lambda: connection_type(self, role, peer.uid))
-                return True
-            self._count("not_permitted")
-            sock.close()
-            return False
+            return listener.admit(sock, peer, lambda: connection_type(self, role, peer.uid))
 
-        listener = Listener(self.loop, socket_path(endpoint), endpoint, enter, self._count, self._rate)
+        listener = Listener(self.loop, socket_path(endpoint), endpoint, enter, self.count, self._rate)
         self._unix.append(listener)
         return endpoint
 
@@ -151,7 +145,7 @@ class SubscriberServer(ZmtpServer[EventConnection]):
             backlog=BACKLOG,
             dualstack_ipv6=host == "::" and socket.has_dualstack_ipv6(),
         )
-        acceptor = Acceptor(self.loop, listener, endpoint, enter, self._count, self._rate)
+        acceptor = Acceptor(self.loop, listener, endpoint, enter, self.count, self._rate)
         self._tcp.append(acceptor)
         host, port = listener.getsockname()[:2]
         return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
@@ -159,26 +153,18 @@ class SubscriberServer(ZmtpServer[EventConnection]):
     def allow_users(self, uids: tuple[int, ...], gids: tuple[int, ...]) -> None:
         """Allow only these users and groups to connect to Unix sockets. Open connections stay."""
         for listener in self._unix:
-            if listener.socket_file.is_ours():
+            if listener.is_ours():
                 listener.allow_users(uids, gids)
 
     def close(self) -> None:
         """Stop accepting, and close all connections. The loop must not be running."""
-        for listener in self._unix:
-            listener.close()
-        for acceptor in self._tcp:
+        for acceptor in (*self._unix, *self._tcp):
             acceptor.close()
-        for connection in list(self._open):
-            connection.cut = True
-            connection.close()
-        self.loop.run_until_complete(asyncio.sleep(0))  # sends unsent messages, and closes descriptors
+        self.close_all(self._open)
 
     def figures(self) -> dict[str, int | dict[str, int]]:
         """Return the number of connections, and of those terminated, by reason."""
-        return {"open": len(self._open), "cut": dict(self._cuts)}
-
-    def _count(self, reason: str) -> None:
-        self._cuts[reason] += 1
+        return {"open": len(self._open), "cut": dict(self.cuts)}
 
     def connected(self, connection: EventConnection) -> None:
         self._open[connection] = None
@@ -193,7 +179,7 @@ class SubscriberServer(ZmtpServer[EventConnection]):
 
     def cut(self, connection: EventConnection, reason: str) -> None:
         """Terminate a connection, and ignore further messages from it."""
-        self._count(reason)
+        self.count(reason)
         connection.cut = True
         self.disconnected(connection)  # now: asyncio reports the end in a later turn of the loop
         connection.close()
