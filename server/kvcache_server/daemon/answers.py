@@ -39,10 +39,9 @@ from kvcache_proto.messages import (
     Worked,
 )
 from kvcache_server.core.cache import Cache
-from kvcache_server.daemon.background import Background
+from kvcache_server.daemon.background import SLOW, Background, SlowQueue
 from kvcache_server.daemon.request_socket import Connection, RequestSocket
 from kvcache_server.daemon.session_registry import SessionRegistry
-from kvcache_server.daemon.slow_queue import SLOW, SlowQueue
 from kvcache_server.http.admin_ops import AdminOps
 from kvcache_server.insight.histogram import Histogram
 from kvcache_server.insight.insight import Insight

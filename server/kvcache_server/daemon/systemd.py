@@ -19,7 +19,7 @@ from kvcache_server.storage.region_file import Progress
 log = logging.getLogger(__name__)
 
 STEP = 1.0  # seconds between two notifications while the region is being prepared
-MORE_TIME = 60.0  # seconds by which each notification, and the final one, extends the timeout
+MORE_TIME = "EXTEND_TIMEOUT_USEC=60000000"  # sent with each notification, and with the final one
 _UNSENT = 16
 
 
@@ -61,7 +61,7 @@ class ServiceManager:
             if now - notified >= STEP:
                 notified = now
                 status = f"STATUS=preparing memory: {format_size(done)} of {format_size(total)}"
-                self.notify(status, _extend(MORE_TIME))
+                self.notify(status, MORE_TIME)
 
         return notify
 
@@ -75,7 +75,7 @@ class ServiceManager:
         self.notify("RELOADING=1", f"MONOTONIC_USEC={time.monotonic_ns() // 1000}", "STATUS=reading the configuration")
 
     def stopping(self) -> None:
-        self.notify("STOPPING=1", "STATUS=stopping", _extend(MORE_TIME))
+        self.notify("STOPPING=1", "STATUS=stopping", MORE_TIME)
 
     def failed(self, error: Exception) -> None:
         self.notify(f"STATUS={error}")
@@ -125,7 +125,3 @@ def _watchdog(environ: Mapping[str, str]) -> float:
     except ValueError:
         log.warning("WATCHDOG_USEC %r is not a number: no keep-alives are sent", environ["WATCHDOG_USEC"])
         return 0.0
-
-
-def _extend(seconds: float) -> str:
-    return f"EXTEND_TIMEOUT_USEC={int(seconds * 1e6)}"
