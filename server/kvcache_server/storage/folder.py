@@ -211,11 +211,6 @@ def open_folder(path: str) -> Folder:
     return folder
 
 
-def check_folder(path: str) -> None:
-    """Raise NotPermitted like `open_folder`."""
-    open_folder(path).close()
-
-
 def file_of(endpoint: str, suffix: str) -> str:
     """Return the name of the daemon's file with that suffix, beside the socket."""
     return os.path.basename(socket_path(endpoint)).removesuffix(".sock") + suffix
@@ -256,8 +251,8 @@ class EndpointLock:
 def _make(path: str) -> None:
     """Create the folder and its parents; regardless of the umask, other users may not write to them."""
     before = os.umask(0o022)
+    os.umask(before | 0o022)
     try:
-        os.umask(before | 0o022)
         os.makedirs(path, mode=0o755, exist_ok=True)
     finally:
         os.umask(before)

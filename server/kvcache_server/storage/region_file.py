@@ -140,6 +140,14 @@ class Region:
         self._claim.release()
 
 
+def geometry_for(region_id: bytes, size: int, page_size: int) -> PoolGeometry:
+    """Return the geometry of a region with the configured sizes. Raises ConfigError if they are impossible."""
+    try:
+        return plan_geometry(region_id, size, page_size)
+    except RegionError as error:
+        raise ConfigError(f"size: {error}") from None
+
+
 def create_region(
     directory: str,
     size: int,
@@ -161,10 +169,7 @@ def create_region(
         NotPermitted: the directory cannot be written, or the memory may not be locked.
     Then nothing is left behind.
     """
-    try:
-        geometry = plan_geometry(os.urandom(16), size, page_size)
-    except RegionError as error:
-        raise ConfigError(f"size: {error}") from None
+    geometry = geometry_for(os.urandom(16), size, page_size)
     kind = check_room(directory, geometry.region_bytes)
     with contextlib.ExitStack() as undo:
         with RegionFolder(directory, socket_path) as regions:
@@ -304,13 +309,10 @@ def free_room(directory: str) -> int:
     if filesystem(directory) != "hugetlbfs":
         return room
     # The mount reports only its own limit, or 0 blocks without a limit; the pages are the host's.
-    free = _free_huge_pages(mount.f_frsize) * mount.f_frsize
+    folder = Path(f"/sys/kernel/mm/hugepages/hugepages-{mount.f_frsize >> 10}kB")
+    pages = int((folder / "free_hugepages").read_text()) - int((folder / "resv_hugepages").read_text())
+    free = pages * mount.f_frsize
     return min(room, free) if mount.f_blocks else free
-
-
-def _free_huge_pages(page: int) -> int:
-    folder = Path(f"/sys/kernel/mm/hugepages/hugepages-{page >> 10}kB")
-    return int((folder / "free_hugepages").read_text()) - int((folder / "resv_hugepages").read_text())
 
 
 class Mount(NamedTuple):
@@ -377,7 +379,7 @@ class _Prefault:
 
     Attributes:
         huge_bytes: bytes in huge pages.
-            why_small: the reason that some of it is not in huge pages, or "".
+        why_small: the reason that some of it is not in huge pages, or "".
     """
 
     def __init__(self, mapping: memoryview, fd: int, lock: str, huge_pages: str) -> None:
@@ -395,31 +397,29 @@ class _Prefault:
         locked, or "". Raises RegionError if memory runs out."""
         if self._lock != "never":
             _raise_memlock_limit()
+        end = end or len(self._mapping)
+        progress(begin, end)
         with self._mapping[:] as mapping:  # keeps the mapping if it is released in the meantime
-            self._fill_all(address_of(mapping), progress, begin, end or len(mapping))
+            start = address_of(mapping)
+            with ThreadPoolExecutor(min(MAX_THREADS, len(os.sched_getaffinity(0))), "prefault") as pool:
+                chunks = [(offset, min(CHUNK, end - offset)) for offset in range(begin, end, CHUNK)]
+                try:
+                    # In order: everything reported is present.
+                    for filled in [pool.submit(self._fill, start, *each) for each in chunks]:
+                        length = filled.result()
+                        if not length:  # it was stopped
+                            break
+                        begin += length
+                        progress(begin, end)
+                finally:
+                    self._stop.set()  # after an error or a signal, remaining chunks return at once
             if self._why_unlocked:
-                _libc.munlock(address_of(mapping), len(mapping))
+                _libc.munlock(start, len(mapping))
         return self._why_unlocked
 
     def stop(self) -> None:
         """Let `run`, in another thread, return early."""
         self._stop.set()
-
-    def _fill_all(self, start: int, progress: Progress, begin: int, end: int) -> None:
-        chunks = [(offset, min(CHUNK, end - offset)) for offset in range(begin, end, CHUNK)]
-        progress(begin, end)
-        threads = min(MAX_THREADS, len(os.sched_getaffinity(0)))
-        with ThreadPoolExecutor(threads, "prefault") as pool:
-            try:
-                # In order: everything reported is present.
-                for filled in [pool.submit(self._fill, start, *each) for each in chunks]:
-                    length = filled.result()
-                    if not length:  # it was stopped
-                        return
-                    begin += length
-                    progress(begin, end)
-            finally:
-                self._stop.set()  # after an error or a signal, remaining chunks return at once
 
     def _fill(self, start: int, offset: int, length: int) -> int:
         if self._stop.is_set():

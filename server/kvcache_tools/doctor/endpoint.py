@@ -15,7 +15,7 @@ from kvcache_proto.region import plan_geometry
 from kvcache_proto.sizes import format_size
 from kvcache_server.admin_client import AdminClient
 from kvcache_server.config import Config
-from kvcache_server.storage.folder import check_folder
+from kvcache_server.storage.folder import open_folder
 from kvcache_server.storage.region_file import check_room
 from kvcache_tools.doctor.check_result import CheckResult, CheckVerdict
 from kvcache_tools.doctor.child import ask
@@ -92,7 +92,7 @@ def _folder(config: Config, bad: CheckVerdict) -> CheckResult:
     if above != folder:
         return CheckResult(name, "ok", f"`serve` will create {folder}")
     try:
-        check_folder(folder)
+        open_folder(folder).close()
     except NotPermitted as error:
         return CheckResult(name, bad, str(error), cure)
     found = os.stat(folder)
