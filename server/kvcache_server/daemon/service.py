@@ -281,10 +281,9 @@ class Service:
         """Stop if a socket's file was removed: clients cannot find the daemon; the next start creates it again."""
         for each in (self._request_socket.listener, self._door.listener):
             if not each.is_ours() and self._failure is None:
-                log.error("%s was removed or replaced: no client can attach any more; stopping", each.path)
-                self._stop(
-                    EndpointLost(f"{each.path} was removed or replaced, so that no client could attach any more")
-                )
+                what = f"{each.path} was removed or replaced"
+                log.error("%s: no client can attach any more; stopping", what)
+                self._stop(EndpointLost(f"{what}, so that no client could attach any more"))
 
     def _look_after_tiers(self) -> None:
         """End the processes of tiers that hang, and no longer wait for those that have ended."""

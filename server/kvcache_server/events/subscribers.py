@@ -11,10 +11,11 @@ import contextlib
 import socket
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 
 from kvcache_proto.endpoint import SCHEME, socket_path
 from kvcache_proto.errors import BadFrame, NotPermitted
+from kvcache_server.events.batches import Batch
 from kvcache_server.rates import Rate
 from kvcache_server.transport.connections import ZmtpConnection, ZmtpServer
 from kvcache_server.transport.sockets import BACKLOG, Acceptor, Listener, Peer, choose_victim
@@ -83,9 +84,14 @@ class Subscriber(EventConnection):
 
 
 class ReplayClient(EventConnection):
-    """A connection to the socket for replays."""
+    """A connection to the socket for replays. `replayed_at` is the time of the last progress of its `replay`."""
 
-    __slots__ = ()
+    __slots__ = ("replay", "replayed_at")
+
+    def __init__(self, server: SubscriberServer, role: Role, owner: Hashable) -> None:
+        super().__init__(server, role, owner)
+        self.replay: Iterator[Batch | None] = iter(())
+        self.replayed_at = 0.0
 
 
 class SubscriberServer(ZmtpServer[EventConnection]):
@@ -109,56 +115,43 @@ class SubscriberServer(ZmtpServer[EventConnection]):
         self._receive, self._gone = receive, gone
         self._open: dict[EventConnection, None] = {}  # oldest first
         self._rate = Rate(A_SECOND, AT_ONCE)
-        self._unix: list[Listener] = []
-        self._tcp: list[Acceptor] = []
+        self._acceptors: list[Acceptor] = []
 
     def bind(self, endpoint: str, role: Role, connection_type: type[EventConnection]) -> str:
         """Start to accept connections at `endpoint`, and return the bound endpoint.
 
         Raises NotPermitted if it cannot be bound, EndpointTaken and ConfigError as `Listener` does.
         """
-        try:
-            if endpoint.startswith(SCHEME):
-                return self._bind_unix(endpoint, role, connection_type)
-            return self._bind_tcp(endpoint, role, connection_type)
-        except OSError as error:
-            raise NotPermitted(f"events endpoint {endpoint}: cannot be bound: {error.strerror}") from None
 
-    def _bind_unix(self, endpoint: str, role: Role, connection_type: type[EventConnection]) -> str:
         def enter(sock: socket.socket, peer: Peer) -> bool:
             return listener.admit(sock, peer, lambda: connection_type(self, role, peer.uid))
 
-        listener = Listener(self.loop, socket_path(endpoint), endpoint, enter, self.count, self._rate)
-        self._unix.append(listener)
-        return endpoint
-
-    def _bind_tcp(self, endpoint: str, role: Role, connection_type: type[EventConnection]) -> str:
-        def enter(sock: socket.socket, address: tuple[str, int]) -> bool:
+        def enter_tcp(sock: socket.socket, address: tuple[str, int]) -> bool:
             acceptor.connect(sock, lambda: connection_type(self, role, address[0]))
             return True
 
-        host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
-        host = "0.0.0.0" if host == "*" else host.strip("[]")
-        listener = socket.create_server(
-            (host, 0 if port == "*" else int(port)),
-            family=socket.AF_INET6 if ":" in host else socket.AF_INET,
-            backlog=BACKLOG,
-            dualstack_ipv6=host == "::" and socket.has_dualstack_ipv6(),
-        )
-        acceptor = Acceptor(self.loop, listener, endpoint, enter, self.count, self._rate)
-        self._tcp.append(acceptor)
-        host, port = listener.getsockname()[:2]
+        try:
+            if endpoint.startswith(SCHEME):
+                listener = Listener(self.loop, socket_path(endpoint), endpoint, enter, self.count, self._rate)
+                self._acceptors.append(listener)
+                return endpoint
+            bound = _listen_tcp(endpoint)
+        except OSError as error:
+            raise NotPermitted(f"events endpoint {endpoint}: cannot be bound: {error.strerror}") from None
+        acceptor = Acceptor(self.loop, bound, endpoint, enter_tcp, self.count, self._rate)
+        self._acceptors.append(acceptor)
+        host, port = bound.getsockname()[:2]
         return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
 
     def allow_users(self, uids: tuple[int, ...], gids: tuple[int, ...]) -> None:
         """Allow only these users and groups to connect to Unix sockets. Open connections stay."""
-        for listener in self._unix:
-            if listener.is_ours():
-                listener.allow_users(uids, gids)
+        for each in self._acceptors:
+            if isinstance(each, Listener) and each.is_ours():
+                each.allow_users(uids, gids)
 
     def close(self) -> None:
         """Stop accepting, and close all connections. The loop must not be running."""
-        for acceptor in (*self._unix, *self._tcp):
+        for acceptor in self._acceptors:
             acceptor.close()
         self.close_all(self._open)
 
@@ -201,3 +194,14 @@ class SubscriberServer(ZmtpServer[EventConnection]):
             if connection.paused or time.monotonic() > until:
                 return True
         return False
+
+
+def _listen_tcp(endpoint: str) -> socket.socket:
+    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+    host = "0.0.0.0" if host == "*" else host.strip("[]")
+    return socket.create_server(
+        (host, 0 if port == "*" else int(port)),
+        family=socket.AF_INET6 if ":" in host else socket.AF_INET,
+        backlog=BACKLOG,
+        dualstack_ipv6=host == "::" and socket.has_dualstack_ipv6(),
+    )
