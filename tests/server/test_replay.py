@@ -20,9 +20,8 @@ from kvcache_proto.types import TAIL, GroupSpec
 from kvcache_server.cli import commands
 from kvcache_server.core.integrity import check_integrity
 from kvcache_tools.plan.room import room
-from kvcache_tools.replay.bounds import distinct, optimum
 from kvcache_tools.replay.simulated_daemon import SimulatedDaemon, block_hash
-from kvcache_tools.replay.simulation import Setup, make_rooms, play, replay, routes, size_for
+from kvcache_tools.replay.simulation import Setup, distinct, make_rooms, optimum, play, replay, routes, size_for
 from kvcache_tools.replay.trace import TraceRequest, read_trace
 
 MODEL = Path(__file__).parent.parent / "models" / "llama-3-8b.json"

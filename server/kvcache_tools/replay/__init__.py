@@ -16,8 +16,7 @@ from kvcache_proto.sizes import format_size, parse_size
 from kvcache_server.core.eviction.policy import POLICIES, WORTH
 from kvcache_tools.plan import load_config
 from kvcache_tools.plan.figures import Options, figures
-from kvcache_tools.replay.bounds import distinct
-from kvcache_tools.replay.simulation import ROUTINGS, Setup, replay, size_for
+from kvcache_tools.replay.simulation import ROUTINGS, Setup, distinct, replay, size_for
 from kvcache_tools.replay.trace import BLOCK_TOKENS, read_trace
 
 BAR = 60  # characters of a hit ratio of 100 %
