@@ -37,11 +37,10 @@ class EventConnection(ZmtpConnection):
 
     UNREAD = 256 << 10
 
-    __slots__ = ("owner", "server", "used")
+    __slots__ = ("owner", "used")
 
     def __init__(self, server: SubscriberServer, role: Role, owner: Hashable) -> None:
         super().__init__(server, role)
-        self.server = server
         self.owner = owner
         self.used = False  # whether it has subscribed, or asked for a replay
 
@@ -80,7 +79,7 @@ class Subscriber(EventConnection):
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        self.server.readable(self)
+        self._server.readable(self)
 
 
 class ReplayClient(EventConnection):

@@ -35,7 +35,8 @@ def daemon(config: Config) -> Iterator[CheckResult]:
         wanted = config.endpoint != default_endpoint({key: os.environ[key] for key in os.environ.keys() - _NAMED})
         here = wanted or os.path.exists(config.endpoint.removeprefix("ipc://"))
         verdict: CheckVerdict = "failed" if here else "untested"
-        yield CheckResult("daemon", verdict, *_parted(error))
+        message, _, cure = str(error).partition(": ")
+        yield CheckResult("daemon", verdict, message, cure)
         yield _folder(config, verdict)
         yield _room(config)
         return
@@ -70,12 +71,6 @@ def _ping(admin: AdminClient) -> float:
     begin = time.perf_counter()
     admin.ping()
     return time.perf_counter() - begin
-
-
-def _parted(error: KVCacheError) -> tuple[str, str]:
-    """Return the message and the remedy in it."""
-    what, _, cure = str(error).partition(": ")
-    return what, cure
 
 
 def _folder(config: Config, bad: CheckVerdict) -> CheckResult:
