@@ -14,7 +14,6 @@ from collections import deque
 from collections.abc import Mapping
 
 from kvcache_proto.sizes import format_size
-from kvcache_server.storage.region_file import Progress
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +39,7 @@ class ServiceManager:
         self._status = ""
         self._failing = False
         self._keep_alive_every = _watchdog(environ) / 2
-        self._kept_alive = 0.0
+        self._kept_alive = self._progressed = 0.0  # times of the last notifications
 
     def notify(self, *lines: str) -> None:
         """Send `lines` in one notification, after those that could not be sent yet."""
@@ -49,21 +48,12 @@ class ServiceManager:
         self._unsent.append("\n".join(lines))
         self._send()
 
-    def preparing(self, progress: Progress | None = None) -> Progress:
-        """Return a callback that calls `progress`, reports it to the manager too, and extends the start timeout."""
-        notified = 0.0
-
-        def notify(done: int, total: int) -> None:
-            nonlocal notified
-            if progress is not None:
-                progress(done, total)
-            now = time.monotonic()
-            if now - notified >= STEP:
-                notified = now
-                status = f"STATUS=preparing memory: {format_size(done)} of {format_size(total)}"
-                self.notify(status, MORE_TIME)
-
-        return notify
+    def preparing(self, done: int, total: int) -> None:
+        """Report the progress of the start, at most once per STEP, and extend its timeout."""
+        now = time.monotonic()
+        if now - self._progressed >= STEP:
+            self._progressed = now
+            self.notify(f"STATUS=preparing memory: {format_size(done)} of {format_size(total)}", MORE_TIME)
 
     def ready(self, status: str) -> None:
         self._status = status

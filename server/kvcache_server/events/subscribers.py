@@ -37,8 +37,6 @@ class EventConnection(ZmtpConnection):
 
     UNREAD = 256 << 10
 
-    __slots__ = ("owner", "used")
-
     def __init__(self, server: SubscriberServer, role: Role, owner: Hashable) -> None:
         super().__init__(server, role)
         self.owner = owner
@@ -47,8 +45,6 @@ class EventConnection(ZmtpConnection):
 
 class Subscriber(EventConnection):
     """A connection to the publishing socket. `backlog` has the messages that it has not read yet."""
-
-    __slots__ = ("backlog",)
 
     def __init__(self, server: SubscriberServer, role: Role, owner: Hashable) -> None:
         super().__init__(server, role, owner)
@@ -84,8 +80,6 @@ class Subscriber(EventConnection):
 
 class ReplayClient(EventConnection):
     """A connection to the socket for replays. `replayed_at` is the time of the last progress of its `replay`."""
-
-    __slots__ = ("replay", "replayed_at")
 
     def __init__(self, server: SubscriberServer, role: Role, owner: Hashable) -> None:
         super().__init__(server, role, owner)

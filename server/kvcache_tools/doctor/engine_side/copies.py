@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -35,8 +35,8 @@ OTHERS = ("xpu", "hpu", "mtia")  # other devices that torch may find, declined b
 Plain = Callable[[bool], None]  # copies once: out of the cache's memory if True
 
 
-class Kit(Protocol):
-    """A device as its runtime presents it.
+class HostKit:
+    """A device as its runtime presents it: here, host memory.
 
     Attributes:
         kind: the kind for `open_device`.
@@ -46,21 +46,6 @@ class Kit(Protocol):
         blocks: number of blocks of the cache to make.
     """
 
-    kind: str
-    name: str
-    label: str
-    how: How
-    blocks: int
-
-    def allocate(self, size: int) -> tuple[Any, int]:
-        """Return `size` bytes of the kind of memory that caches are in, with their address."""
-
-    def plain(self, size: int) -> Plain:
-        """Return a function that copies `size` contiguous bytes by the best means of the runtime, and waits for
-        them."""
-
-
-class HostKit:
     kind = name = "cpu"
     how: How = "measured"
     blocks = 32
@@ -69,10 +54,13 @@ class HostKit:
         self.label = platform.machine()
 
     def allocate(self, size: int) -> tuple[Any, int]:
+        """Return `size` bytes of the kind of memory that caches are in, with their address."""
         memory = np.zeros(size, np.uint8)
         return memory, int(memory.ctypes.data)
 
     def plain(self, size: int) -> Plain:
+        """Return a function that copies `size` contiguous bytes by the best means of the runtime, and waits for
+        them."""
         here, there = np.ones(size, np.uint8), np.ones(size, np.uint8)
 
         def copy(saves: bool) -> None:
@@ -83,6 +71,8 @@ class HostKit:
 
 
 class TorchKit:
+    """The same for a device of torch."""
+
     blocks = 64
 
     def __init__(self, torch: Any, kind: str, index: int) -> None:
@@ -105,6 +95,9 @@ class TorchKit:
             self._runtime.synchronize()
 
         return copy
+
+
+Kit = HostKit | TorchKit
 
 
 def noisy(size: int) -> Scratch:
