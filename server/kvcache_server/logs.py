@@ -68,5 +68,4 @@ def level() -> str:
 
 
 def set_level(level: str) -> None:
-    """Set the log level, named as in the configuration."""
     logging.getLogger(ROOT).setLevel(level.upper())

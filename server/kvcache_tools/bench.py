@@ -305,7 +305,6 @@ def fill(writer: Writer, blocks: int, say: Callable[[str], None]) -> None:
 
 
 def run(blocks: int, rounds: int, seconds: float, say: Callable[[str], None]) -> dict[str, Any]:
-    """Measure everything and return the figures."""
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvcache-bench-")))
         endpoint, pid, echo = stack.enter_context(processes(folder, blocks))
@@ -347,7 +346,6 @@ def run(blocks: int, rounds: int, seconds: float, say: Callable[[str], None]) ->
 
 
 def describe(figures: dict[str, Any]) -> str:
-    """Return the figures as text."""
     head = f"{'acquire + release':<18}{'hit':>6}{'p50':>10}{'p99':>10}{'echo p50':>10}{'echo p99':>10}"
     lines = [
         f"{figures['blocks_indexed']:,} blocks indexed, {figures['blocks_evicted']:,} evicted",

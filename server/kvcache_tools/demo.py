@@ -212,8 +212,6 @@ class Demo:
     # Preparing.
 
     def _model(self, gguf: Path) -> Path:
-        """Return the folder of the converted model."""
-
         def convert(folder: Path) -> None:
             self.say(f"converting {demo_model.NAME} for vLLM, only once")
             self._engines[0].call("convert", gguf=str(gguf), directory=str(folder))
@@ -273,7 +271,6 @@ class Demo:
         return endpoint
 
     def _start_engines(self, model: str, endpoint: str, tokens: int, needed: Needs) -> None:
-        """Start the engines for requests of up to `tokens`."""
         for engine in self._engines:  # they end before the daemon, which has their last saves
             self._stack.callback(engine.close)
         self.say(f"starting two vLLM engines, A and B (logs are in {self._folder})")
@@ -385,7 +382,6 @@ class Demo:
 
 
 def _forget(engine: EngineProcess) -> None:
-    """Empty the engine's own prefix cache."""
     if not engine.call("forget")["done"]:
         raise Failed(f"engine {engine.name} did not reset its prefix cache")
 

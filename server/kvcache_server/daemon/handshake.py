@@ -17,14 +17,7 @@ from typing import NamedTuple
 from kvcache_proto import __version__, door
 from kvcache_proto.codec import MAX_DOOR_FRAME, decode_door
 from kvcache_proto.endpoint import door_path
-from kvcache_proto.errors import (
-    BadArgument,
-    BadFrame,
-    KVCacheError,
-    NotPermitted,
-    Unavailable,
-    VersionMismatch,
-)
+from kvcache_proto.errors import BadArgument, BadFrame, KVCacheError, NotPermitted, Unavailable, VersionMismatch
 from kvcache_proto.messages import OLDEST_VERSION, PROTOCOL_VERSION, SPOKEN, Error, Hello, Welcome
 from kvcache_proto.types import MAX_NAME, PoolGeometry
 from kvcache_server.rates import Rate

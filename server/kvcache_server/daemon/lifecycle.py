@@ -51,9 +51,6 @@ def _serve(
         opened = open_cache(config, lock.folder, fresh, _until_told_to_stop(manager, progress))
         region = opened.region
         try:
-            for note in region.notes:
-                log.warning("%s", note)
-            region.notes.clear()
             service = Service(config, opened, manager, read)
             log.info(
                 "kvcache-server %s ready at %s: %s in %s, %s%s, after %.1f s",

@@ -107,7 +107,7 @@ class Service:
         self._door.allow_users(config.allow_uids, config.allow_gids, rate_of(config))
         self._request_socket.listener.allow_users(config.allow_uids, config.allow_gids)
         if self._publisher is not None:
-            self._publisher.allow_users(config)
+            self._publisher.allow_users(config.allow_uids, config.allow_gids)
 
     def run(self) -> None:
         """Serve until SIGTERM or SIGINT, then close door and sockets. Sessions continue with the next daemon.
@@ -131,7 +131,7 @@ class Service:
             signals.block()  # a second signal must not interrupt the clean-up
             self._next_tick.cancel()  # the loop runs once more, and a tick would find closed sockets
             self._manager.stopping()
-            self._tier_processes.close()
+            self._tier_processes.apply(())  # without waiting
             self._open.close()
         if self._failure is not None:
             raise self._failure
@@ -174,8 +174,6 @@ class Service:
             log.info("%s of %s are in memory", format_size(made), format_size(total))
 
     def _region_is_complete(self) -> None:
-        for note in self._region.notes:
-            log.warning("%s", note)
         log.info(
             "all %s are in memory, %s, after %.1f s",
             format_size(self._region.geometry.region_bytes),

@@ -27,10 +27,7 @@ class SessionRegistry:
     """The open and the disconnected sessions. `tokens` maps a token to its session's number."""
 
     def __init__(
-        self,
-        opened: WarmStart,
-        disconnect: Callable[[int], None],
-        failed: Callable[[int, Exception], object],
+        self, opened: WarmStart, disconnect: Callable[[int], None], failed: Callable[[int, Exception], object]
     ) -> None:
         """`disconnect(session)` closes a session's door."""
         self.tokens: dict[bytes, int] = {}
@@ -56,7 +53,6 @@ class SessionRegistry:
             )
 
     def name(self, session: int) -> str:
-        """Return the name of an open session in the log."""
         return _name(self._entries[session])
 
     def open(self, hello: Hello, peer: Peer) -> Admission:

@@ -11,14 +11,13 @@ import asyncio
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from kvcache_proto.endpoint import socket_path
 from kvcache_proto.types import MAX_NAME
 from kvcache_server.config import Config
 from kvcache_server.core.cache import Cache
-from kvcache_server.core.effects import Change
 from kvcache_server.events.batches import Batch, Batches
 from kvcache_server.events.sequence_file import SequenceFile
 from kvcache_server.events.subscribers import (
@@ -60,6 +59,7 @@ class Publisher:
             *(cache, config.events_topic, config.events_buffer, self._sequence_file.first),
             *(config.events_dialect, config.events_hashes),
         )
+        self.follow = self._batches.follow
         self._topic_in_replay = config.events_dialect == "0.26"
         self._buffer = config.events_buffer
         self._counts: Counter[str] = Counter()
@@ -72,20 +72,17 @@ class Publisher:
         self._asked: dict[ReplayClient, None] = {}  # their replays have not begun
         self._busy = False  # whether a call of `_continue` is scheduled
         self._server = SubscriberServer(loop, self._receive, self._gone, lambda subscriber: self._soon())
+        self.allow_users = self._server.allow_users
         topic = config.events_topic
         role = publisher_role(TOPIC_BYTES + len(topic.encode()) + (4 * MAX_NAME if "{model}" in topic else 0))
         try:
             self._endpoints = [self._server.bind(config.events, role, Subscriber)]
             if config.events_replay:
                 self._endpoints.append(self._server.bind(config.events_replay, REPLAY_ROLE, ReplayClient))
-            self.allow_users(config)
+            self.allow_users(config.allow_uids, config.allow_gids)
         except BaseException:
             self.close()
             raise
-
-    def allow_users(self, config: Config) -> None:
-        """Allow only the users and groups in `config` to connect. Open connections stay."""
-        self._server.allow_users(config.allow_uids, config.allow_gids)
 
     def close(self) -> None:
         """Close all connections. The loop must not be running."""
@@ -105,10 +102,6 @@ class Publisher:
         }
 
     # Publishing.
-
-    def follow(self, changes: Iterable[Change]) -> None:
-        """Take up changes reported by the core."""
-        self._batches.follow(changes)
 
     def flush(self) -> None:
         """Publish the changes. Those that do not fit in one turn follow in later ones."""

@@ -43,7 +43,7 @@ _libc.munlock.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 
 
 class Region:
-    """The mapped region. `fd` is passed to clients; `notes` are warnings for the operator.
+    """The mapped region. `fd` is passed to clients.
 
     Of its bytes, the first `present` are in memory; `fill` makes the rest.
     """
@@ -58,7 +58,6 @@ class Region:
         self.present = 0
         self.locked = False
         self.huge_bytes = 0  # bytes in huge pages, as far as this process has filled it
-        self.notes: list[str] = []
         self._claim = claim
         self._prefault: _Prefault | None = None
         self._closed = False
@@ -123,7 +122,7 @@ class Region:
         self.huge_bytes += prefault.huge_bytes
         self.locked = lock != "never" and not why_unlocked
         if why_unlocked:
-            self.notes.append(f"the region is not locked into memory: {why_unlocked}")
+            log.warning("the region is not locked into memory: %s", why_unlocked)
 
     def close(self, keep: bool = False) -> None:
         """Close the region and, without `keep`, remove the file. Clients' mappings stay. Calling it again does
@@ -189,7 +188,7 @@ def create_region(
         undo.pop_all()
         undo.callback(region.close)
         if kind not in ("tmpfs", "hugetlbfs", "ramfs"):
-            region.notes.append(f"region_dir {directory} is on {kind}, not in memory: the kernel writes it to disk")
+            log.warning("region_dir %s is on %s, not in memory: the kernel writes it to disk", directory, kind)
         prefault = _Prefault(mapping, fd, lock, "never" if kind == "hugetlbfs" else huge_pages)
         end = geometry.region_bytes
         if "always" not in (lock, huge_pages):

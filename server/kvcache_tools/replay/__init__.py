@@ -139,7 +139,6 @@ def _block_bytes(model: str | None, tp: int, kv_dtype: str, block_bytes: str | N
 
 
 def describe(found: Mapping[str, Any], name: str, sized: bool) -> Iterator[str]:
-    """Yield the lines of the result as text."""
     engines = found["engines"]
     whole = f", {format_size(found['distinct_blocks'] * found['block_bytes'])}" if sized else ""
     yield (
