@@ -227,8 +227,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             raise ConfigError(f"region_dir {self.region_dir!r}: an absolute path")
         for row in settings():
             if row.bounds and not row.bounds.least <= getattr(self, row.name) <= row.bounds.most:
-                least, most = row.bounds
-                raise ConfigError(f"{row.name} {getattr(self, row.name)}: {least} to {most}")
+                raise ConfigError(f"{row.name} {getattr(self, row.name)}: {row.bounds.least} to {row.bounds.most}")
         page = self.page_size
         if page and (not LEAST_PAGE <= page <= MOST_PAGE or page & (page - 1)):
             least, most = format_size(LEAST_PAGE), format_size(MOST_PAGE)

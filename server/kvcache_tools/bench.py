@@ -123,6 +123,18 @@ class Writer(AdminClient):
         return acquired.hits, time.perf_counter() - begin
 
 
+def spawned(stack: contextlib.ExitStack, target: Callable[..., None], *arguments: object) -> Connection:
+    """Run `target(*arguments, pipe)` in a process that ends with `stack`; return the other end of the pipe."""
+    spawn = multiprocessing.get_context("spawn")
+    ours, theirs = spawn.Pipe()
+    process = spawn.Process(target=target, args=(*arguments, theirs), daemon=True)
+    process.start()
+    stack.callback(process.join)
+    stack.callback(process.terminate)
+    theirs.close()  # so that the death of the process is an end of file here
+    return ours
+
+
 # The echo.
 
 
@@ -215,7 +227,7 @@ def commits(writer: Writer, echo: Echo, runs: int) -> dict[str, float]:
     return {**quantiles(ours), "echo_us": statistics.median(theirs) * 1e6}
 
 
-def client_process(endpoint: str, seed: int, chains: list[int], seconds: float, pipe: Connection) -> None:
+def client_process(seed: int, endpoint: str, chains: list[int], seconds: float, pipe: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # as for the echo
     with Writer(endpoint, seed) as writer:
         writer.prompts.chains = [list(map(block_hash, range(first, first + WIDTHS[0]))) for first in chains]
@@ -231,18 +243,9 @@ def client_process(endpoint: str, seed: int, chains: list[int], seconds: float, 
 
 def together(endpoint: str, chains: list[int], seconds: float) -> float:
     """Return the acquires per second of CLIENTS concurrent processes; `chains` are first blocks of stored prompts."""
-    spawn = multiprocessing.get_context("spawn")
-    pipes = []
     with contextlib.ExitStack() as stack:
-        for number in range(CLIENTS):
-            ours, theirs = spawn.Pipe()
-            arguments = (endpoint, 100 + number, chains, seconds, theirs)
-            client = spawn.Process(target=client_process, args=arguments, daemon=True)
-            client.start()
-            stack.callback(client.join)
-            stack.callback(client.terminate)
-            theirs.close()  # so that the death of a client is an end of file here
-            pipes.append(ours)
+        arguments = (endpoint, chains, seconds)
+        pipes = [spawned(stack, client_process, 100 + number, *arguments) for number in range(CLIENTS)]
         for pipe in pipes:
             pipe.recv()
         for pipe in pipes:
@@ -280,16 +283,10 @@ def processes(folder: Path, blocks: int) -> Iterator[tuple[str, int, Echo]]:
     """Run daemon and echo; yield the daemon's endpoint, its process id, and a client of the echo."""
     size = size_for(blocks)
     echo_endpoint = f"ipc://{folder}/echo.sock"
-    spawn = multiprocessing.get_context("spawn")
-    ready, theirs = spawn.Pipe(duplex=False)
-    echo = spawn.Process(target=echo_process, args=(echo_endpoint, blocks, theirs), daemon=True)
     flags = ("--size", str(size), "--page-size", str(PAGE), "--lock", "never")
     with contextlib.ExitStack() as stack:
         endpoint, pid = stack.enter_context(running_daemon(folder, *flags))
-        echo.start()
-        stack.callback(echo.join)
-        stack.callback(echo.terminate)
-        ready.recv()
+        spawned(stack, echo_process, echo_endpoint, blocks).recv()
         yield endpoint, pid, Echo(echo_endpoint)
 
 

@@ -71,7 +71,7 @@ class Publisher:
         self._replaying: dict[ReplayClient, None] = {}  # those that have waited longest come first
         self._asked: dict[ReplayClient, None] = {}  # their replays have not begun
         self._busy = False  # whether a call of `_continue` is scheduled
-        self._server = SubscriberServer(loop, self._receive, self._gone, lambda subscriber: self._soon())
+        self._server = SubscriberServer(loop, self._receive, self._gone, self._soon)
         self.allow_users = self._server.allow_users
         topic = config.events_topic
         role = publisher_role(TOPIC_BYTES + len(topic.encode()) + (4 * MAX_NAME if "{model}" in topic else 0))

@@ -73,10 +73,6 @@ class Subscriber(EventConnection):
             count += 1
         return count
 
-    def resume_writing(self) -> None:
-        super().resume_writing()
-        self._server.readable(self)
-
 
 class ReplayClient(EventConnection):
     """A connection to the socket for replays. `replayed_at` is the time of the last progress of its `replay`."""
@@ -91,7 +87,7 @@ class SubscriberServer(ZmtpServer[EventConnection]):
     """The connections to both sockets.
 
     `receive(connection, parts)` is called with each message; `parts` is empty for one that is not valid.
-    `gone(connection)` is called once per connection, `readable(subscriber)` when a subscriber has read its messages.
+    `gone(connection)` is called once per connection, `readable()` when a peer has read its messages.
     """
 
     SECONDS = 0.002
@@ -101,11 +97,10 @@ class SubscriberServer(ZmtpServer[EventConnection]):
         loop: asyncio.AbstractEventLoop,
         receive: Callable[[EventConnection, list[bytes]], None],
         gone: Callable[[EventConnection], None],
-        readable: Callable[[Subscriber], None],
+        readable: Callable[[], None],
     ) -> None:
         super().__init__(loop)
-        self.readable = readable
-        self._receive, self._gone = receive, gone
+        self._receive, self._gone, self._readable = receive, gone, readable
         self._open: dict[EventConnection, None] = {}  # oldest first
         self._rate = Rate(A_SECOND, AT_ONCE)
         self._acceptors: list[Acceptor] = []
@@ -151,6 +146,10 @@ class SubscriberServer(ZmtpServer[EventConnection]):
     def figures(self) -> dict[str, int | dict[str, int]]:
         """Return the number of connections, and of those terminated, by reason."""
         return {"open": len(self._open), "cut": dict(self.cuts)}
+
+    def resume(self, connection: EventConnection) -> None:
+        super().resume(connection)
+        self._readable()
 
     def connected(self, connection: EventConnection) -> None:
         self._open[connection] = None

@@ -11,6 +11,7 @@ import contextlib
 import fcntl
 import os
 import stat
+from typing import TypeVar
 
 from kvcache_proto.endpoint import socket_path
 from kvcache_proto.errors import ConfigError, EndpointTaken, NotPermitted
@@ -28,6 +29,9 @@ _KINDS = {
 _SAFELY = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
 
 
+_Folder = TypeVar("_Folder", bound="Folder")
+
+
 class Folder:
     """A folder, held by its descriptor until `close`. Names are those of files directly in it."""
 
@@ -43,7 +47,7 @@ class Folder:
         if fd >= 0:
             os.close(fd)
 
-    def __enter__(self) -> Folder:
+    def __enter__(self: _Folder) -> _Folder:
         return self
 
     def __exit__(self, *_: object) -> None:
