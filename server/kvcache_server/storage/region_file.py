@@ -221,11 +221,10 @@ def map_region(claim: Claim, geometry: PoolGeometry) -> Region:
         ready = RegionRows(region.buffer, geometry).ready_pages
         region.present = geometry.data_offset + ready * geometry.page_bytes
         return region
-    except OSError as error:
+    except BaseException as error:
         os.close(fd)
-        raise RegionError(f"{claim.path} cannot be mapped: {error.strerror}") from None
-    except BaseException:
-        os.close(fd)
+        if isinstance(error, OSError):
+            raise RegionError(f"{claim.path} cannot be mapped: {error.strerror}") from None
         raise
 
 
