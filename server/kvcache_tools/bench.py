@@ -267,12 +267,6 @@ def cpu_seconds(pid: int) -> float:
     return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e9
 
 
-def idle_share(pid: int, seconds: float) -> float:
-    before = cpu_seconds(pid)
-    time.sleep(seconds)  # idle: this is measured
-    return (cpu_seconds(pid) - before) / seconds
-
-
 def size_for(blocks: int) -> int:
     """Return a size at which a region with pages of PAGE has room for `blocks` blocks."""
     return -(-blocks * (PAGE + ROW) // ALIGN) * ALIGN + ALIGN
@@ -326,7 +320,9 @@ def run(blocks: int, rounds: int, seconds: float, say: Callable[[str], None]) ->
         heads = [prompt for prompt in writer.prompts.heads if writer.acquire([block_hash(prompt)])[0]][-64:]
         rate = together(endpoint, heads, seconds)
         say("idle")
-        idle = idle_share(pid, seconds)
+        busy = cpu_seconds(pid)
+        time.sleep(seconds)  # idle: this is measured
+        idle = (cpu_seconds(pid) - busy) / seconds
         evicted = writer.stats()["counters"]["blocks_evicted"]
     return {
         "blocks_indexed": indexed,

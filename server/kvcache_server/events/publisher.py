@@ -238,13 +238,11 @@ class Publisher:
                 client.replayed_at = now  # replays wait for the announcement: they would otherwise end in the middle
         else:
             idle = not self._replay_all(now)
-        if self._batches.changes or self._unpublished or self._announcement is not None or self._can_send_on():
+        can_send_on = any(not subscriber.paused for subscriber in self._behind)
+        if self._batches.changes or self._unpublished or self._announcement is not None or can_send_on:
             self._soon()
         elif self._replaying:
             self._soon(PAUSE if idle else 0.0)
-
-    def _can_send_on(self) -> bool:
-        return any(not subscriber.paused for subscriber in self._behind)
 
     def _announce_on(self, announcement: Iterator[Batch]) -> None:
         for _ in range(TURN):

@@ -394,7 +394,8 @@ class _Prefault:
         """Fill and lock the pages from `begin` to `end`, or to that of the mapping; return the reason that they are not
         locked, or "". Raises RegionError if memory runs out."""
         if self._lock != "never":
-            _raise_memlock_limit()
+            _, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+            resource.setrlimit(resource.RLIMIT_MEMLOCK, (hard, hard))
         end = end or len(self._mapping)
         progress(begin, end)
         with self._mapping[:] as mapping:  # keeps the mapping if it is released in the meantime
@@ -456,12 +457,6 @@ def _explain(error: int, offset: int, total: int) -> None:
         )
     if error not in (errno.EINVAL, errno.EOPNOTSUPP):
         raise RegionError(f"cannot allocate pages of the region: {os.strerror(error)}")
-
-
-def _raise_memlock_limit() -> None:
-    soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    if soft != hard:
-        resource.setrlimit(resource.RLIMIT_MEMLOCK, (hard, hard))
 
 
 def _why_no_lock(error: int) -> str:

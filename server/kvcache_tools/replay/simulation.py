@@ -87,6 +87,9 @@ def replay(
     different = distinct(requests)
     prompts = [[block_hash(block) for block in request.blocks] for request in requests]
     engines = routes(requests, setup)
+    load: Counter[int] = Counter()  # blocks that each engine requests
+    for request, engine in zip(requests, engines, strict=True):
+        load[engine] += len(request.blocks)
     rooms = [make_rooms(size, setup) for size in sorted(sizes)]
     rows = []
     for whole, part in rooms:
@@ -120,20 +123,12 @@ def replay(
         "distinct_blocks": different,
         "engines": setup.engines,
         "routing": setup.routing,
-        "busiest": _busiest(requests, engines) / asked,
+        "busiest": max(load.values()) / asked,
         "block_bytes": setup.block_bytes,
         "block_tokens": setup.block_tokens,
         "unlimited": (asked - different) / asked,
         "rows": rows,
     }
-
-
-def _busiest(requests: Sequence[TraceRequest], engines: Sequence[int]) -> int:
-    """Return the maximum number of blocks that one engine requests."""
-    load: Counter[int] = Counter()
-    for request, engine in zip(requests, engines, strict=True):
-        load[engine] += len(request.blocks)
-    return max(load.values())
 
 
 def play(
