@@ -89,9 +89,10 @@ def open_cache(config: Config, folder: Folder, fresh: bool = False, progress: Pr
         huge_pages=config.huge_pages,
         progress=progress,
     )
-    manifest = found.manifest or Manifest(region.geometry.region_id)
+    resumes, manifest = found.manifest is not None, found.manifest or Manifest(region.geometry.region_id)
     try:
-        manifest.epoch += found.region is not None
+        if resumes:
+            manifest.epoch += 1
         disconnected = {
             number: opened for number, opened in manifest.sessions.items() if any(map(files.locked, opened.files))
         }
@@ -101,17 +102,17 @@ def open_cache(config: Config, folder: Folder, fresh: bool = False, progress: Pr
         state = StateFile(folder, file_of(config.endpoint, STATE), manifest, rows.give_up)
         cache = Cache(
             *(region.buffer, region.geometry, config.limits()),
-            seed=secrets.randbits(63) if found.region is None else 0,
+            seed=0 if resumes else secrets.randbits(63),
             epoch=manifest.epoch,
             secret=secrets.token_bytes(16),
             ready_pages=region.ready_pages,
         )
-        if found.region is not None:
+        if resumes:
             _restore(cache, region, state, set(disconnected))
         if (sums := open_sums(folder, file_of(config.endpoint, SUMS), cache.geometry, cache.epoch)) is not None:
             cache.keep_checksums(sums)
     except BaseException:
-        region.close(keep=found.region is not None)
+        region.close(keep=resumes)
         raise
     if found.put_aside:
         cache.counters["regions_put_aside"] += found.put_aside

@@ -259,7 +259,7 @@ def _copies(kit: Kit, device: Device, region: Scratch) -> CheckResult:
         f"{what} {ours / 1e9:.1f} GB/s ({ours / theirs:.0%} of one plain copy)"
         for what, (ours, theirs) in rates.items()
     )
-    values = {}
+    values: dict[str, float] = {}
     for what, (ours, theirs) in rates.items():
         values |= {f"{what}_gbs": ours / 1e9, f"{what}_plain_gbs": theirs / 1e9}
     # A simulation's time means nothing.
