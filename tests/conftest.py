@@ -14,12 +14,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from leftovers import remove_regions
 
 from kvcache_proto.endpoint import socket_path
 from kvcache_proto.errors import ConfigError, Unavailable
 from kvcache_server.admin_client import AdminClient
+from kvcache_server.status import Status
 
 START_SECONDS = 30.0
 
@@ -96,8 +98,13 @@ class Daemon:
 
     def status(self) -> dict[str, Any]:
         """What `kvcache-server status --json` prints, without the asking session."""
+        found: dict[str, Any] = msgspec.to_builtins(self.figures())
+        return found
+
+    def figures(self) -> Status:
+        """The same as a struct."""
         with AdminClient(self.endpoint, "test", timeout=START_SECONDS) as admin:
-            return admin.stats()
+            return admin.status()
 
     def wait_status(self, found: Callable[[dict[str, Any]], bool], what: str = "") -> dict[str, Any]:
         """Return the first status for which `found` holds. Raises AssertionError with the last one where none does."""

@@ -6,19 +6,52 @@ from collections.abc import Generator
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import msgspec
+
 from kvcache_proto import messages as m
 from kvcache_proto.codec import encode
 from kvcache_server.core.cache import Cache
+from kvcache_server.explanation import Answer
 from kvcache_server.insight.insight import Insight
 from kvcache_server.slices import finish
+from kvcache_server.status import Connections, Daemon, Histogram, Integrity
 
 _insights: WeakKeyDictionary[Cache, Insight] = WeakKeyDictionary()
+
+
+def process() -> Daemon:
+    """The figures of a process that has done nothing."""
+    return Daemon(
+        version="0",
+        pid=1,
+        started_at=0.0,
+        uptime_s=0.0,
+        endpoint="",
+        region="",
+        region_bytes=0,
+        present_bytes=0,
+        locked=False,
+        log_level="info",
+        messages=0,
+        sessions_opened=0,
+        max_sessions=0,
+        acquire=Histogram.of(()),
+        errors={},
+        drops={},
+        door_refused={},
+        connections=Connections(0, 0, {}),
+        integrity=Integrity(),
+        http=None,
+        tiers=[],
+        tier_processes=[],
+        events=None,
+    )
 
 
 def insight(cache: Cache) -> Insight:
     """The one that follows the cache, from the first call on."""
     if cache not in _insights:
-        _insights[cache] = Insight(cache)
+        _insights[cache] = Insight(cache, process)
     return _insights[cache]
 
 
@@ -48,7 +81,13 @@ def answer(cache: Cache, session: int, request: Any, now: float) -> Any:
     return reply
 
 
+def explained(reply: m.Explained) -> Answer:
+    """Return the answer of `why`."""
+    return msgspec.msgpack.decode(reply.answer, type=Answer)
+
+
 def figures(cache: Cache, now: float) -> dict[str, Any]:
     """Return what `status` shows."""
     follow(cache)
-    return insight(cache).stats(now)
+    found: dict[str, Any] = msgspec.to_builtins(finish(insight(cache).reporting(now)))
+    return found

@@ -1,4 +1,4 @@
-"""Pure: the loads and saves of one step, from the scheduler to every rank.
+"""Pure: the loads and saves of one step, from the scheduler to every rank, and the ranks' reports.
 
 A plan is plain data. Ranks carry it out and decide nothing. Each plan is carried out once, however often and in
 whatever order the engine presents it.
@@ -7,7 +7,7 @@ whatever order the engine presents it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -108,6 +108,40 @@ class RankVerdicts:
     reservation: int
     positions: list[int]
     verdicts: list[int]
+
+
+@dataclass
+class Report:
+    """What ranks report to the scheduler's side, each item once.
+
+    Attributes:
+        verdicts: the daemon's verdicts on settlements, if events are wanted.
+        declined: by rank, the reason that it takes no part in the cache, "" if it takes part again.
+        given_away: the saves, by reservation and first position, that were cancelled.
+        carried: by rank, the seconds that a thread takes to carry one block of the engine, 0 if copies need no thread.
+        arrived: the requests of layered loads that have ended on a rank, and the seconds that their copies took.
+        ready: by rank, whether the engine announces its layers to it.
+        timed: the numbers of timed plans whose step has ended.
+    """
+
+    verdicts: list[RankVerdicts] = field(default_factory=list)
+    declined: dict[int, str] = field(default_factory=dict)
+    given_away: list[tuple[int, int]] = field(default_factory=list)
+    carried: dict[int, float] = field(default_factory=dict)
+    arrived: list[tuple[str, float]] = field(default_factory=list)
+    ready: dict[int, bool] = field(default_factory=dict)
+    timed: list[int] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return any(vars(self).values())
+
+    def merged(self, other: Report) -> Report:
+        """Return both reports as one."""
+        pairs = zip(vars(self).values(), vars(other).values(), strict=True)
+        return Report(*(mine | theirs if isinstance(mine, dict) else mine + theirs for mine, theirs in pairs))
+
+
+NO_REPORT = Report()
 
 
 def pick_refs(packed: bytes, positions: Sequence[int]) -> bytes:

@@ -21,6 +21,11 @@ _reply = msgspec.msgpack.Decoder(Reply)
 _door = msgspec.msgpack.Decoder(DoorMessage)
 
 
+def packed(value: object) -> msgspec.Raw:
+    """Return a part of a reply whose type only its writer and some readers know."""
+    return msgspec.Raw(encode(value))
+
+
 def decode_request(frame: bytes | memoryview) -> Request:
     """Return the request in `frame`. Raises BadFrame, or BadArgument if a value is out of bounds."""
     message: Request = _decode(_request, frame, MAX_FRAME)

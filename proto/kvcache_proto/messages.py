@@ -6,7 +6,7 @@ handshake. A field is never removed or moved; a new one goes last and has a defa
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 
@@ -277,7 +277,7 @@ class Stats(msgspec.Struct, tag="stats", array_like=True):
 
 
 class Clear(msgspec.Struct, tag="clear", array_like=True):
-    """Forget every READY, unleased block of one namespace, or of all if `namespace` is empty."""
+    """Forget every visible block of the namespace with that id, or of all if `namespace` is empty."""
 
     id: int
     token: bytes
@@ -491,8 +491,10 @@ class Pong(msgspec.Struct, tag="pong", array_like=True):
 
 
 class Report(msgspec.Struct, tag="report", array_like=True):
+    """`stats` is a map of the figures in `status`; keys may be added."""
+
     id: int
-    stats: dict[str, Any]
+    stats: msgspec.Raw
 
 
 class Cleared(msgspec.Struct, tag="cleared", array_like=True):
@@ -515,10 +517,10 @@ class Fenced(msgspec.Struct, tag="fenced", array_like=True):
 
 
 class Explained(msgspec.Struct, tag="explained", array_like=True):
-    """For people and programs. Keys may be added, and are never removed."""
+    """`answer` is a map. Keys may be added, and are never removed."""
 
     id: int
-    answer: dict[str, Any]
+    answer: msgspec.Raw
 
 
 class Seen(msgspec.Struct, array_like=True):

@@ -68,19 +68,19 @@ class Refusal(enum.IntEnum):
 class Outcome(enum.IntEnum):
     """The outcome of writing one shard of a slot."""
 
-    COMMITTED = 0
-    FAILED = 1
-    NEVER_STARTED = 2
+    COMMITTED = 0  # the bytes are in the region
+    FAILED = 1  # they are not, and no copy is still writing them
+    NEVER_STARTED = 2  # no copy has begun to write them, and none will
 
 
 class Verdict(enum.IntEnum):
     """The answer of `Settle` for one block."""
 
-    VISIBLE = 0
+    VISIBLE = 0  # complete, and found by lookups from now on
     PARTIAL = 1  # other shards are not settled yet
-    HIDDEN = 2  # complete, but its parent is not visible yet
-    FAILED = 3
-    SUPERSEDED = 4
+    HIDDEN = 2  # complete, and becomes visible with its parent
+    FAILED = 3  # one of its shards failed, was never started, or is dead
+    SUPERSEDED = 4  # it took too long, and another writer now has the hash
     ORPHANED = 5  # an ancestor failed, so no lookup could reach it
 
 

@@ -8,15 +8,18 @@ import socket
 from types import TracebackType
 from typing import Any
 
+import msgspec
 import zmq
 
 from kvcache_proto import __version__, door
 from kvcache_proto.codec import decode_reply, encode
 from kvcache_proto.endpoint import routing_id
 from kvcache_proto.errors import Unavailable, from_wire
-from kvcache_proto.messages import PROTOCOL_VERSION, Clear, Error, Fence, Hello, Ping, Request, Stats, Welcome
+from kvcache_proto.messages import PROTOCOL_VERSION, Clear, Error, Fence, Hello, Ping, Request, Stats, Welcome, Why
 from kvcache_proto.trust import check_server, server_uids
 from kvcache_server.core.limits import OPERATOR
+from kvcache_server.explanation import Answer
+from kvcache_server.status import Status
 
 
 class AdminClient:
@@ -68,11 +71,21 @@ class AdminClient:
         self._context.destroy(linger=0)
         self._door.close()
 
-    def stats(self) -> dict[str, Any]:
-        """Return the daemon's figures, without this session."""
-        stats: dict[str, Any] = self.ask(Stats(0, b"")).stats
-        stats["sessions"] = [session for session in stats["sessions"] if session["id"] != self.session]
-        return stats
+    def status(self) -> Status:
+        """Return the daemon's figures, without this session. Raises Unavailable for a daemon of another version whose
+        figures this one does not know."""
+        try:
+            status = msgspec.msgpack.decode(self.ask(Stats(0, b"")).stats, type=Status)
+        except msgspec.ValidationError as error:
+            raise Unavailable(
+                f"the figures of the daemon at {self.endpoint} are unknown to this version: {error}"
+            ) from None
+        status.sessions = [session for session in status.sessions if session.id != self.session]
+        return status
+
+    def why(self, request: str) -> Answer:
+        """Return why a request of an engine had no hit, or not for all of its blocks."""
+        return msgspec.msgpack.decode(self.ask(Why(0, b"", request)).answer, type=Answer)
 
     def clear(self, namespace: str = "") -> int:
         """Forget every unused block of `namespace`, or of all, and return the number of blocks."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
 import logging
 import math
 import os
@@ -167,6 +166,8 @@ def _progress_bar() -> Any:
 )
 def status(endpoint: str, as_json: bool, other: str | None) -> None:
     """Show what is cached and which engines are attached."""
+    import msgspec
+
     from kvcache_server.admin_client import AdminClient
     from kvcache_server.commands import sharing
     from kvcache_server.commands.describe import describe
@@ -175,11 +176,11 @@ def status(endpoint: str, as_json: bool, other: str | None) -> None:
         raise ConfigError("status: --compare has no output in JSON: leave --json out")
     there = sharing.read(*_content(other)) if other is not None else None
     with AdminClient(endpoint, "status") as admin:
-        stats = admin.stats()
+        figures = admin.status()
     if there is not None:
-        click.echo("\n".join(map(escaped, sharing.between(sharing.spaces_of(stats), there))))
+        click.echo("\n".join(map(escaped, sharing.between(sharing.spaces_of(figures), there))))
     else:
-        click.echo(json.dumps(stats, indent=2) if as_json else describe(stats))
+        click.echo(msgspec.json.format(msgspec.json.encode(figures)).decode() if as_json else describe(figures))
 
 
 def _content(path: str) -> tuple[bytes, str]:

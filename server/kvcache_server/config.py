@@ -99,26 +99,20 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     page_size: Annotated[
         Bytes,
         "Unit in which memory is allocated: a power of two, 4 KiB to 2 MiB. 0 selects 4 KiB for a region of less than "
-        "256 MiB, and 16 KiB for one of up to 64 GiB; larger regions have at most 4,194,304 pages.",
+        "256 MiB, 16 KiB up to 64 GiB, and beyond that at most 4,194,304 pages.",
     ] = 0
     lock: Annotated[
         Literal["auto", "always", "never"],
-        "Lock the region into memory. `auto` tries to, and logs the reason if it cannot; `always` refuses to start if "
-        "it cannot.",
+        "Lock the region into memory. If that fails, `auto` logs the reason, and `always` refuses to start.",
     ] = "auto"
     huge_pages: Annotated[
         Literal["auto", "always", "never"],
-        "Use huge pages for the region. `auto` uses what the kernel provides; `always` refuses to start without huge "
-        "pages.",
+        "Use huge pages for the region. `auto` uses those that the kernel provides; `always` refuses to start without "
+        "them.",
     ] = "auto"
-    keep: Annotated[
-        bool,
-        "Keep the region in memory at exit, so that the next daemon finds its blocks. If false, the region is removed.",
-    ] = True
+    keep: Annotated[bool, "Keep the region in memory at exit, so that the next daemon finds its blocks."] = True
     strict: Annotated[
-        bool,
-        "Refuse to start if the previous daemon's region cannot be trusted. If false, the region is set aside, and the "
-        "cache starts empty.",
+        bool, "Refuse to start if the previous daemon's region cannot be trusted, instead of starting empty."
     ] = False
     allow_uids: Annotated[
         tuple[int, ...],
@@ -134,8 +128,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         float,
         LIVE,
         _Bounds(0.01, 1e6),
-        "Handshakes per second allowed to each user. After a pause, a burst of up to `max_sessions` handshakes is "
-        "allowed.",
+        "Handshakes per second allowed to each user; after a pause, a burst of up to `max_sessions`.",
     ] = 100.0
     pin_quota: Annotated[
         Share, "Share of the region that the leases of one engine may hold; a block counts once, however many hold it."
@@ -145,8 +138,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     ] = 0.5
     retain_quota: Annotated[
         Share,
-        "Share of the region that one engine may keep from eviction by hints of its requests; all engines together may "
-        "keep half of the region. 0 refuses these hints.",
+        "Share of the region that one engine may keep from eviction by hints of its requests; all engines together, "
+        "half of the region. 0 refuses these hints.",
     ] = 0.1
     operator_quota: Annotated[Share, "Share of the region that `kvcache-server pin` may keep from eviction."] = 0.25
     namespace_floor: Annotated[
@@ -161,8 +154,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     ] = 10.0
     grace: Annotated[
         Seconds,
-        "Maximum number of seconds after a restart during which nothing is evicted, while engines reconnect; and for "
-        "which an engine that has lost its connection keeps its leases.",
+        "Maximum number of seconds after a restart during which nothing is evicted, while engines reconnect, and for "
+        "which an engine without a connection keeps its leases.",
     ] = 10.0
     max_sessions: Annotated[Count, "Maximum number of sessions at one time."] = 1024
     max_user_sessions: Annotated[
@@ -173,9 +166,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         CountOrDefault,
         "Maximum number of namespaces created by one user at one time; 0 means seven eighths of `max_namespaces`.",
     ] = 0
-    max_leases: Annotated[
-        Count, "Maximum number of leases of one session. Beyond this number, the session's lookups are misses."
-    ] = 4096
+    max_leases: Annotated[Count, "Maximum number of leases of one session; beyond it, lookups are misses."] = 4096
     http: Annotated[
         str,
         "Address and port for health checks, metrics and the API, such as `127.0.0.1:9464` or `[::1]:9464`. Empty: "
@@ -199,22 +190,20 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     ] = 10_000
     events_dialect: Annotated[
         Literal["0.26", "0.24", "0.23"],
-        "Format of the events. Choose the vLLM version of the subscribers, or the latest listed version before it.",
+        "Format of the events: the vLLM version of the subscribers, or the latest listed version before it.",
     ] = "0.26"
     events_hashes: Annotated[
         Literal["int", "bytes"],
         "Format of block hashes. `int` is the last 64 bits, vLLM's default; `bytes` is the whole hash.",
     ] = "int"
     events_anywhere: Annotated[
-        bool,
-        "Allow `events` and `events_replay` addresses that other hosts can reach. They can read the hash of every "
-        "block.",
+        bool, "Allow `events` and `events_replay` addresses that other hosts can reach. They can read all hashes."
     ] = False
     tier: Annotated[
         tuple[TierSettings, ...],
         LIVE,
-        "Stores below the region, which the daemon starts as processes: URLs, separated by spaces in the environment. "
-        "In a file, each is a table `[[tier]]` with `url`, and perhaps `name` and `writes`.",
+        "Stores below the region: URLs, separated by spaces in the environment. In a file, each is a table `[[tier]]` "
+        "with `url`, and perhaps `name` and `writes`.",
     ] = ()
     log_level: Annotated[Literal["debug", "info", "warning", "error"], LIVE, "Lowest severity that is logged."] = "info"
     log_format: Annotated[Literal["text", "json"], LIVE, "Format of log lines."] = "text"
@@ -320,12 +309,13 @@ def settings() -> list[Setting]:
 
 
 def reference() -> str:
-    """Return the reference table in Markdown, generated from the struct."""
-    lines = ["| setting | type | default | what it does | SIGHUP |", "| --- | --- | --- | --- | --- |"]
-    lines += [
-        f"| `{row.name}` | {row.type} | {row.default} | {row.doc} | {'yes' if row.is_live else ''} |"
-        for row in settings()
-    ]
+    """Return the reference table in Markdown, generated from the struct. An asterisk marks the live settings."""
+    lines = ["| setting | default | what it does |", "| --- | --- | --- |"]
+    for row in settings():
+        others = [f"`{choice}`" for choice in row.choices if f"`{choice}`" != row.default]
+        default = f"{row.default}; or {', '.join(others)}" if others else row.default
+        name = f"`{row.name}`" + (r"\*" if row.is_live else "")
+        lines.append(f"| {name} | {default} | {row.doc} |")
     return "\n".join(lines) + "\n"
 
 

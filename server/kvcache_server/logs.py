@@ -8,11 +8,12 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from typing import Any, TextIO
+from typing import Any, TextIO, cast
 
 import msgspec
 
 from kvcache_proto.text import escaped
+from kvcache_server.status import Level
 
 ROOT = "kvcache_server"
 
@@ -62,9 +63,9 @@ def set_up(level: str, form: str, stream: TextIO | None = None) -> None:
     logger.propagate = False
 
 
-def level() -> str:
+def level() -> Level:
     """Return the current log level, named as in the configuration."""
-    return logging.getLevelName(logging.getLogger(ROOT).getEffectiveLevel()).lower()
+    return cast(Level, logging.getLevelName(logging.getLogger(ROOT).getEffectiveLevel()).lower())
 
 
 def set_level(level: str) -> None:

@@ -286,7 +286,7 @@ def processes(folder: Path, blocks: int) -> Iterator[tuple[str, int, Echo]]:
 
 def fill(writer: Writer, blocks: int, say: Callable[[str], None]) -> None:
     """Write until `blocks` blocks are cached, or the pool is full."""
-    have, told = writer.stats()["pool"]["blocks"], time.monotonic()
+    have, told = writer.status().pool.blocks, time.monotonic()
     while have < blocks:
         granted, _ = writer.write()
         have += granted
@@ -307,10 +307,9 @@ def run(blocks: int, rounds: int, seconds: float, say: Callable[[str], None]) ->
         say(f"filling: to {blocks:,} blocks")
         own = anonymous_bytes(pid)
         fill(writer, blocks, say)
-        stats = writer.stats()
-        indexed, memory = stats["pool"]["blocks"], anonymous_bytes(pid)
+        indexed, memory = writer.status().pool.blocks, anonymous_bytes(pid)
         commit_many = commits(writer, echo, 150)
-        while not writer.stats()["counters"].get("blocks_evicted"):
+        while not writer.status().counters["blocks_evicted"]:
             writer.write()
         say("the pool is full: lookups, alternating with the echo")
         commit_evicting = commits(writer, echo, 150)
@@ -323,7 +322,7 @@ def run(blocks: int, rounds: int, seconds: float, say: Callable[[str], None]) ->
         busy = cpu_seconds(pid)
         time.sleep(seconds)  # idle: this is measured
         idle = (cpu_seconds(pid) - busy) / seconds
-        evicted = writer.stats()["counters"]["blocks_evicted"]
+        evicted = writer.status().counters["blocks_evicted"]
     return {
         "blocks_indexed": indexed,
         "blocks_evicted": evicted,

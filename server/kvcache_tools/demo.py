@@ -378,7 +378,7 @@ class Demo:
 
     def _total(self, figure: str) -> int:
         """Return a figure of all namespaces together."""
-        return sum(namespace[figure] for namespace in self._admin.stats()["namespaces"])
+        return sum(getattr(namespace, figure) for namespace in self._admin.status().namespaces)
 
 
 def _forget(engine: EngineProcess) -> None:

@@ -120,7 +120,7 @@ def start(tree: Path, turn: int, blocks: int, turns: int) -> Iterator[tuple[str,
                 fill(side.writer, count, print)
             yield f"reserve + commit, {count:,} blocks", compare(ours, theirs, turns // 2, writes)
         for side in sides:
-            while not side.writer.stats()["counters"].get("blocks_evicted"):
+            while not side.writer.status().counters["blocks_evicted"]:
                 side.writer.write()
         yield "reserve + commit, evicting", compare(ours, theirs, turns, writes)
         for width in WIDTHS:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import json
 import math
 import socket
 import subprocess
@@ -16,6 +15,8 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import IO, Any, NamedTuple
+
+import msgspec
 
 from kvcache_tools.daemon_process import Failed, finish, tail
 from kvcache_tools.demo import EngineProcess
@@ -136,7 +137,7 @@ def ours(folder: Path, gib: int, extra: dict[str, Any], *flags: str) -> Iterator
             kv_connector_extra_config={"endpoint": endpoint, **extra},
         )
         with AdminClient(endpoint) as admin:
-            (folder / f"status-{time.monotonic_ns()}.log").write_text(json.dumps(admin.stats(), default=str))
+            (folder / f"status-{time.monotonic_ns()}.log").write_bytes(msgspec.json.encode(admin.status()))
 
 
 @contextlib.contextmanager

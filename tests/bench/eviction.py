@@ -97,7 +97,7 @@ def by_daemon(
 ) -> tuple[int, float, int]:
     """Return the hits of the daemon, the share of requests before which the guard chose age, and how often it did."""
     daemon = SimulatedDaemon(room, setup.block_tokens, setup.engines, policy=policy)
-    guard = daemon.cache.eviction.guard
+    guard = daemon.cache.eviction.learner.guard
     hits = guarded = 0
     for request, prompt, engine in zip(requests, prompts, routes(requests, setup), strict=True):
         guarded += guard.by_age

@@ -34,6 +34,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from kill_observer import SLOT, clock
 
 from kvcache_proto.errors import KVCacheError
@@ -133,7 +134,8 @@ class Daemon:
 
     def status(self) -> dict[str, Any]:
         with AdminClient(self.endpoint, "kill") as admin:
-            return admin.stats()
+            found: dict[str, Any] = msgspec.to_builtins(admin.status())
+            return found
 
     def end(self) -> None:
         if self.process.poll() is None:

@@ -115,15 +115,15 @@ def cases(client: Client, again: Callable[[], Client], pid: int) -> Any:
     yield "why, of 16,384 misses", lambda: client.ask(m.Why(0, b"", "asked about"))
     yield "the end of a writer of 16,384", lambda: (gone.close(), time.sleep(2.0))
     yield "its quarantine", lambda: time.sleep(12.0)
-    yield "stats", lambda: client.stats()
+    yield "stats", lambda: client.status()
     yield "check", lambda: check(client, pid)
     yield "clear", lambda: client.clear()
 
 
 def check(client: Client, pid: int) -> None:
-    before = client.stats()["daemon"]["integrity"]["checks"]
+    before = client.status().daemon.integrity.checks
     os.kill(pid, signal.SIGUSR1)
-    while client.stats()["daemon"]["integrity"]["checks"] == before:
+    while client.status().daemon.integrity.checks == before:
         time.sleep(0.5)
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
 
@@ -60,6 +61,13 @@ def variants(llm: Any, prompts: torch.Tensor) -> dict[str, list[list[memoryview]
     return found
 
 
+def measure(stored: memoryview, computed: memoryview, form: tolerance.Format) -> tuple[float, float]:
+    """Return the relative error of a block, and that of its worst piece: for choosing the limits."""
+    ours, theirs = (tolerance._values(each, form).astype(np.float64) for each in (stored, computed))
+    squares = tolerance._squares(ours - theirs), tolerance._squares(theirs)
+    return float(np.sqrt(squares[0].sum() / squares[1].sum())), float(tolerance._ratios(*squares).max())
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=32)
@@ -80,7 +88,7 @@ def main() -> None:
                 for one, other in zip(found["whole"], found[name], strict=True)
                 for ours, theirs in zip(one, other, strict=True)
             ]
-            worst = [tolerance.measure(ours, theirs, form) for ours, theirs in pairs]
+            worst = [measure(ours, theirs, form) for ours, theirs in pairs]
             alarms = [why for ours, theirs in pairs if (why := tolerance.difference(ours, theirs, form))]
             print(
                 f"{form.name:9} {name:7} block {max(each[0] for each in worst):.5f} of {form.limit}, "

@@ -10,7 +10,12 @@ values. `redis` compares the tier of Redis and Valkey with redis-py, and with th
 without a tier, and beside processes that use as much CPU. `ratio` compares the hits of a pool for a quarter of the
 blocks, above a disk, with those of a pool for all of them.
 
-Variants take turns in one run. A part whose store is not installed is left out, with the reason.
+Variants take turns in one run. A part whose store is not installed is left out, with the reason: `apt-get install fio
+redis-server`; `pip install --no-deps --target FOLDER lmcache`, then `--lmcache FOLDER`.
+
+Run it on an idle host. `acquire` needs a region of 1.5 GiB per tier, and up to 2.3 GiB for Redis and for Mooncake.
+Disks of virtual machines are often limited to a rate, and faster after they were idle: choose a large `--total` and
+`--rest`. With `--toy`, the figures mean nothing.
 """
 
 from __future__ import annotations

@@ -21,8 +21,7 @@ from kvcache_client import GroupSpec, NamespaceSpec, Session
 from kvcache_client.session.checksums import chosen, pick_sums
 from kvcache_client.settings import VERIFY_MODES, ConnectorSettings
 from kvcache_client.step_plan import LoadJob, SaveJob, StepPlan
-from kvcache_client.worker.facts import RankFacts
-from kvcache_client.worker.shards import Shards
+from kvcache_client.worker.places import RankFacts, Shards
 from kvcache_client.worker.worker import Worker
 
 LAYERS = 32

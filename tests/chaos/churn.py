@@ -144,7 +144,7 @@ class Churn:
                 engine.ask(m.Distrust(0, b"", engine.geometry.region_id, slot, 0, Finding.CORRUPT))
                 engine.tell(m.Tell(0, b"", 0, {"probes": 1, f"unknown-{self.rounds}": 1}))
                 engine.tell(m.Detach(0, b"", namespace))
-            engine.stats()
+            engine.status()
 
     def ranks(self) -> None:
         """One of two ranks fails; one never starts; one dies, and the other settles."""
@@ -174,7 +174,7 @@ class Churn:
             engine.reserve(engine.attach(SMALL, f"{self.rounds}"), self.new(8))
         with AdminClient(self.endpoint, "looks") as admin:
             until = time.monotonic() + START_SECONDS
-            while not admin.stats()["away"]:
+            while not admin.status().away:
                 if time.monotonic() > until:
                     raise Broken("nobody is away")
                 time.sleep(LOOK)

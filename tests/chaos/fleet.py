@@ -16,6 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import schedule
 from leftovers import remove_regions
 from tallies import NAMES, Tallies
@@ -88,7 +89,8 @@ class Daemon:
         while self.alive:
             try:
                 with AdminClient(self.endpoint, "chaos", timeout=10.0) as admin:
-                    return admin.stats()
+                    found: dict[str, Any] = msgspec.to_builtins(admin.status())
+                    return found
             except (KVCacheError, OSError) as error:  # it may be about to die
                 if time.monotonic() > until:
                     raise Broken(f"the daemon does not tell its status: {error}\n{self.log}") from None

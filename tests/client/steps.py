@@ -12,12 +12,11 @@ import pytest
 
 from kvcache_client import GroupSpec, NamespaceSpec, Session
 from kvcache_client.engines.vllm.views import request_view, step_view
-from kvcache_client.scheduler.facts import EngineFacts
 from kvcache_client.scheduler.scheduler import Scheduler
+from kvcache_client.scheduler.views import EngineFacts
 from kvcache_client.settings import ConnectorSettings
 from kvcache_client.step_plan import StepPlan
-from kvcache_client.worker.facts import RankFacts
-from kvcache_client.worker.shards import Shards
+from kvcache_client.worker.places import RankFacts, Shards
 from kvcache_client.worker.worker import Worker
 
 torch = pytest.importorskip("torch")
@@ -52,7 +51,7 @@ class VllmScheduler(Scheduler):
         return super().matched_tokens(request_view(request), computed)
 
     def allocated(self, request: Any, blocks: list[int], external: int) -> None:
-        super().allocated(request_view(request), blocks, external)
+        super().allocated(request_view(request), [blocks], external)
 
     def plan(self, step: Any, written: Sequence[int] = ()) -> StepPlan:  # type: ignore[override]
         return super().plan(step_view(step), written=written)

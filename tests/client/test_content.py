@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 
-from kvcache_client.engines.vllm.contents import Contents
-from kvcache_client.engines.vllm.views import request_view
-from kvcache_client.scheduler.content import ContentHashes, plain
+from kvcache_client.engines.vllm.views import Contents, request_view
 from kvcache_client.scheduler.groups import FullAttention
+from kvcache_client.scheduler.views import ContentHashes, plain
 
 HASHES = [bytes([at]) * 32 for at in range(20)]
 
@@ -58,7 +57,7 @@ def rows(dtype: str = "float32") -> Any:
 
 
 def test_each_content_has_hashes_of_its_own() -> None:
-    contents = Contents(Adapters())
+    contents = Contents(Adapters().digest)
     kinds = [
         {"lora_request": lora, "prompt_embeds": embeddings}
         for lora in (None, adapter(b"one"), adapter(b"two"))
@@ -81,7 +80,7 @@ def test_each_content_has_hashes_of_its_own() -> None:
     ],
 )
 def test_what_is_left_alone_beside_an_adapter(facts: dict[str, Any], why: str) -> None:
-    view = request_view(a_request(**facts), Contents(Adapters()))
+    view = request_view(a_request(**facts), Contents(Adapters().digest))
     assert (view.uncacheable, view.adapter) == (why, None)
     assert isinstance(view.hashes, list)
 
@@ -100,7 +99,7 @@ def test_dtypes_of_one_size_in_one_engine_are_left_alone() -> None:
 
 
 def test_hashes_are_mixed_once_for_as_long_as_a_request_is_known() -> None:
-    contents, request = Contents(Adapters()), a_request(lora_request=adapter(b"one"))
+    contents, request = Contents(Adapters().digest), a_request(lora_request=adapter(b"one"))
     first = request_view(request, contents)
     assert request_view(request, contents).hashes is first.hashes
     request.lora_request = adapter(b"two")

@@ -9,11 +9,11 @@ from collections.abc import Callable
 import pytest
 from toy_engine import BLOCK, SPEC, Cache, Engine, chain
 
-from kvcache_client.scheduler.gate import OFF_PATIENCE, Gate
-from kvcache_client.scheduler.pace import LEAST_LOADS, WINDOW_SECONDS
-from kvcache_client.scheduler.request_state import RequestState
+from kvcache_client.scheduler.pace import LEAST_LOADS, OFF_PATIENCE, WINDOW_SECONDS, Gate
+from kvcache_client.scheduler.requests import RequestState
 from kvcache_client.scheduler.views import NewTable, RequestView, StepView
 from kvcache_client.session.counters import Counters
+from kvcache_client.step_plan import Report
 
 
 class Host:
@@ -188,7 +188,7 @@ def learned(engine: Engine) -> None:
         engine.admit(request)
         engine.step((request, request.tokens))
         engine.now += 0.001 + 2e-5 * request.tokens
-        engine.scheduler.step_ended([engine.scheduler._step])
+        engine.scheduler.reported(Report(timed=[engine.scheduler._step]))
         engine.finish(request)
         engine.cache.answer()
         engine.step()

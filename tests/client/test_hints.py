@@ -10,7 +10,7 @@ from toy_engine import BLOCK, Cache, Engine, chain
 
 from kvcache_client.engines.vllm.views import request_view
 from kvcache_client.scheduler import hints
-from kvcache_client.scheduler.hint import Hint, Rest, Retain, parse_hint
+from kvcache_client.scheduler.views import Hint, Rest, Retain, parse_hint
 from kvcache_proto.errors import BadArgument
 from kvcache_proto.types import MAX_HASHES
 
@@ -99,7 +99,7 @@ def test_a_prompt_is_retained_once_whether_it_is_cached_or_not(cache: Cache) -> 
     again = engine.request("again", run, hint=hint)
     assert engine.ask(again) == (4 * BLOCK, True)
     engine.admit(again, 4 * BLOCK)
-    engine.scheduler.allocated(again.view, again.blocks, 0)
+    engine.scheduler.allocated(again.view, [again.blocks], 0)
     assert cache.hints[1:] == [("retain", "again", run, 60.0)]
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvcache_client.scheduler.overlap import LEAST, Overlap
-from kvcache_client.scheduler.pace import Pace
+from kvcache_client.scheduler.pace import LEAST_SAVED, Overlap, Pace
 from kvcache_client.scheduler.views import NewTable, StepView
 from kvcache_client.worker.layered import MOST, section_ends
 
@@ -59,7 +58,7 @@ def test_a_load_overlaps_where_that_saves_time() -> None:
     assert not Overlap(pace, False, 0, 8192).wins(0, 8000, 10_000)
     assert not Overlap(Pace(), True, 0, 8192).wins(0, 8000, 10_000), "nothing is known yet"
     short = Overlap(pace, True, 0, step_tokens=64)
-    assert pace.computing(0, 64) < LEAST
+    assert pace.computing(0, 64) < LEAST_SAVED
     assert not short.wins(0, 8000, 10_000), "the step that it overlaps with is short"
     overlap.ranks_ready({0: False})
     assert not overlap.wins(0, 8000, 10_000)

@@ -12,8 +12,8 @@ from steps import BLOCK, LAYERS, PAGE, SPEC, Request, idle
 from kvcache_client import GroupSpec, NamespaceSpec, Session
 from kvcache_client.scheduler.saves import FIRST_RETRY, INSIST, LAST_RETRY, _Refusals
 from kvcache_client.settings import ConnectorSettings
-from kvcache_client.worker.facts import RankFacts
-from kvcache_client.worker.shards import Shards
+from kvcache_client.step_plan import Report
+from kvcache_client.worker.places import RankFacts, Shards
 from kvcache_client.worker.worker import Worker
 
 torch = pytest.importorskip("torch")
@@ -82,7 +82,7 @@ def test_a_rank_that_takes_no_part_is_told_of_once_and_its_engine_asks_nothing(
     assert (told, rig.worker.take_report().declined) == ({0: "its copies do not work"}, {})
     caplog.set_level(logging.INFO)
     for _ in range(3):
-        rig.scheduler.ranks_declined(told)
+        rig.scheduler.reported(Report(declined=told))
     lines = [record for record in caplog.records if "runs without" in record.message]
     assert [(line.levelname, line.getMessage()) for line in lines] == [
         ("ERROR", "this engine runs without the KV cache server: rank 0 takes no part: its copies do not work")
@@ -99,7 +99,7 @@ def test_a_rank_that_takes_no_part_is_told_of_once_and_its_engine_asks_nothing(
     assert status["daemon"]["messages"] - before["daemon"]["messages"] <= 30
     assert rig.scheduler.counters["lookups_declined_rank"] == 20
     assert other.scheduler.matched_tokens(Request("t", 5 * BLOCK, request.block_hashes), 0) == (4 * BLOCK, True)
-    rig.scheduler.ranks_declined({0: ""})
+    rig.scheduler.reported(Report(declined={0: ""}))
     assert rig.scheduler.matched_tokens(Request("u", 5 * BLOCK, request.block_hashes), 0) == (4 * BLOCK, True)
 
 

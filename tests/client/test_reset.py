@@ -90,7 +90,7 @@ def test_a_checkpoint_that_cannot_be_read_is_another_one(rigs: Any, daemon: Any)
 def test_while_the_checkpoint_is_looked_at_requests_wait_a_little_and_nothing_is_saved(
     rigs: Any, daemon: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvcache_client.scheduler.checkpoint.PATIENCE", 0.01)
+    monkeypatch.setattr("kvcache_client.scheduler.membership.PATIENCE", 0.01)
     rig, look = rigs("one", on_reset="keep"), threading.Event()
     rig.scheduler._membership._read_checkpoint = lambda: look.wait(PATIENCE) and "files 1"
     request = Request("r", 4 * BLOCK)

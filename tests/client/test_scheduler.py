@@ -562,11 +562,11 @@ def test_loads_that_a_thread_must_carry_wait_until_they_beat_computing(
     idle(daemon, 4)
     device, region = rig.worker._device, rig.worker._session.region
     monkeypatch.setattr(device, "registered", lambda: (False, 0))  # nothing of the region is page-locked yet
-    rig.scheduler.gate.pace.carried(rig.worker.take_report().carried)
+    rig.scheduler.reported(rig.worker.take_report())
     again, third = (Request(name, 4 * BLOCK + 1, request.block_hashes) for name in ("s", "t"))
     assert rig.scheduler.matched_tokens(again, 0) == (0, False)
     assert rig.scheduler.counters["lookups_declined_slow"] == 1
     assert rig.worker.take_report().carried == {}  # told once
     monkeypatch.setattr(device, "registered", lambda: (True, region.bytes))
-    rig.scheduler.gate.pace.carried(rig.worker.take_report().carried)
+    rig.scheduler.reported(rig.worker.take_report())
     assert rig.scheduler.matched_tokens(third, 0) == (4 * BLOCK, True)

@@ -13,9 +13,9 @@ from toy_engine import BLOCK, REGION, SPEC, Cache, Engine, Request, chain
 from kvcache_client.scheduler import loads, lookups, saves
 from kvcache_client.scheduler.groups import FullAttention
 from kvcache_client.scheduler.lazy import Lazy
-from kvcache_client.scheduler.request_state import PAUSE, RequestState
+from kvcache_client.scheduler.requests import PAUSE, RequestState
 from kvcache_client.session.counters import LoggedCounters
-from kvcache_client.step_plan import NOTHING, LoadJob
+from kvcache_client.step_plan import NOTHING, LoadJob, Report
 from kvcache_proto.errors import BadArgument
 from kvcache_proto.types import unpack_refs
 
@@ -122,9 +122,9 @@ def test_without_the_daemon_or_a_rank_nothing_is_asked(cache: Cache) -> None:
     cache.up = False
     assert engine.ask(request) == NO_HIT
     cache.up = True
-    engine.scheduler.ranks_declined({1: "its copies do not work"})
+    engine.scheduler.reported(Report(declined={1: "its copies do not work"}))
     assert engine.ask(request) == NO_HIT
-    engine.scheduler.ranks_declined({1: ""})
+    engine.scheduler.reported(Report(declined={1: ""}))
     assert engine.ask(request) == hit(4)
 
 
@@ -394,7 +394,7 @@ def test_lazy_saves_leave_out_memory_that_another_connector_fills(cache: Cache) 
     hashes = dict(zip(blocks := [1, 2, 3, 4], request.hashes, strict=True))
     counts = LoggedCounters(logging.getLogger())
     lazy = Lazy(FullAttention(BLOCK, 1), 8, lambda count: [4], lambda block: hashes.get(block, b""), counts)
-    state = RequestState(request.view, blocks=blocks)
+    state = RequestState(request.view, tables=[blocks])
     lazy.hold(state, 0, 4)
     del hashes[2]
     lazy.given(range(100, 108))
@@ -567,7 +567,7 @@ def test_requests_wait_a_second_for_ranks_to_join(cache: Cache) -> None:
     late, engine = Engine(cache, joining=(0, 1)), Engine(cache, joining=(0, 1))
     for one in (late, engine):
         assert one.ask(one.request("first", hashes)) == ASK_AGAIN
-        one.scheduler.ranks_declined({0: ""})
+        one.scheduler.reported(Report(declined={0: ""}))
         assert one.ask(one.request("first", hashes)) == ASK_AGAIN
     late.now += 1.0
     request = late.request("second", chain("b", 3))
@@ -575,11 +575,11 @@ def test_requests_wait_a_second_for_ranks_to_join(cache: Cache) -> None:
     late.run(request)
     assert not cache.lookups and not cache.asked
     assert late.scheduler.counters["lookups_declined_rank"] == 1
-    engine.scheduler.ranks_declined({1: ""})
+    engine.scheduler.reported(Report(declined={1: ""}))
     assert engine.ask(engine.request("second", hashes)) == hit(4)
 
 
 def test_nobody_waits_for_a_rank_that_takes_no_part(cache: Cache) -> None:
     engine = Engine(cache, joining=(0, 1))
-    engine.scheduler.ranks_declined({0: "", 1: "its copies do not work"})
+    engine.scheduler.reported(Report(declined={0: "", 1: "its copies do not work"}))
     assert engine.ask(engine.request("first", chain("a", 4))) == NO_HIT

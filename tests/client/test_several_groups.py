@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvcache_client.scheduler.groups import Found, Group, SeveralGroups, Table
+from kvcache_client.scheduler.groups import Found, SeveralGroups
 from kvcache_client.scheduler.lookups import Lookups
-from kvcache_client.scheduler.request_state import LookupResult, RequestState, follow_blocks
-from kvcache_client.scheduler.views import NewTable, RequestView, StepView
+from kvcache_client.scheduler.requests import LookupResult, RequestState, follow_blocks
+from kvcache_client.scheduler.views import Group, NewTable, RequestView, StepView, Table
 from kvcache_client.session.counters import Counters
 from kvcache_client.worker.places import Places, without_nulls
 from kvcache_proto.types import REF_BYTES, TAIL, BlockRef, GroupSpec
@@ -192,9 +192,9 @@ def test_without_full_attention_a_tail_is_the_first_group() -> None:
 def test_tables_of_all_groups_are_followed() -> None:
     states = {"r": RequestState(request(8))}
     started = StepView(1, {"r": 8}, [NewTable("r", ([1, 2], [0, 7], [3]), 4)])
-    assert follow_blocks(states, started, 2, (4, 4)) == [7]
+    assert follow_blocks(states, started, (2, 4, 4)) == [7]
     more = StepView(1, {"r": 1}, [], ["r"], [8], [([4], [], [5, 6])])
-    assert follow_blocks(states, more, 2, (4, 4)) == [4, 5, 6]
+    assert follow_blocks(states, more, (2, 4, 4)) == [4, 5, 6]
     assert states["r"].tables == [[1, 2, 4], [0, 7], [3, 5, 6]]
 
 
@@ -217,7 +217,7 @@ def test_a_preempted_request_does_not_part_from_what_it_has_saved_itself() -> No
         return state.progress.junction
 
     assert [junction(4), junction(5)] == [4, 5], "while it waits, others go on"
-    state.blocks = [1, 2, 3]
+    state.tables = [[1, 2, 3]]
     assert junction(8) == 5
 
 

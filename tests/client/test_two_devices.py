@@ -13,10 +13,9 @@ import pytest
 from steps import BLOCK, PATIENCE, Request, Rig, VllmScheduler, idle
 
 from kvcache_client import GroupSpec, NamespaceSpec, Session
-from kvcache_client.scheduler.facts import EngineFacts
+from kvcache_client.scheduler.views import EngineFacts
 from kvcache_client.settings import ConnectorSettings
-from kvcache_client.worker.facts import RankFacts
-from kvcache_client.worker.shards import Shards
+from kvcache_client.worker.places import RankFacts, Shards
 from kvcache_client.worker.worker import Worker
 
 torch = pytest.importorskip("torch")

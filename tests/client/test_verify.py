@@ -18,8 +18,7 @@ from kvcache_client import GroupSpec, Lease, NamespaceSpec, Session
 from kvcache_client.session.checksums import chosen
 from kvcache_client.settings import ConnectorSettings
 from kvcache_client.step_plan import CheckJob, LoadJob, SaveJob, StepPlan
-from kvcache_client.worker.facts import RankFacts
-from kvcache_client.worker.shards import Shards
+from kvcache_client.worker.places import RankFacts, Shards
 from kvcache_client.worker.worker import Worker
 
 torch = pytest.importorskip("torch")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvcache_client.engines.vllm.views import request_view, step_view
-from kvcache_client.scheduler.request_state import RequestState, follow_blocks
+from kvcache_client.scheduler.requests import RequestState, follow_blocks
 from kvcache_client.scheduler.views import IDLE, NewTable, RequestView
 
 
@@ -70,9 +70,9 @@ def test_new_running_and_resumed_requests() -> None:
     assert (list(view.running), list(view.computed), list(view.added)) == (["run", "still"], [50, 20], [([7],), None])
     states = {name: RequestState(request_view(a_request())) for name in scheduled}
     for state in states.values():
-        state.blocks = [9]
-    assert follow_blocks(states, view, 16) == [2, 3, 5, 6, 7], "without those that were computed or loaded before"
-    assert [state.blocks for state in states.values()] == [[1, 2, 3], [9, 7], [4, 5, 6], [9]]
+        state.tables = [[9]]
+    assert follow_blocks(states, view, [16]) == [2, 3, 5, 6, 7], "without those that were computed or loaded before"
+    assert [state.tables[0] for state in states.values()] == [[1, 2, 3], [9, 7], [4, 5, 6], [9]]
 
 
 def test_running_requests_are_not_copied() -> None:

@@ -16,7 +16,7 @@ from kvcache_client.engines.vllm.groups import (
     merged_groups,
     why_not_groups,
 )
-from kvcache_client.scheduler.groups import Group, Table
+from kvcache_client.scheduler.views import Group, Table
 from kvcache_proto.errors import ConfigError
 from kvcache_proto.types import FULL, TAIL, GroupSpec
 

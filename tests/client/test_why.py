@@ -15,6 +15,7 @@ from steps import BLOCK, PATIENCE, SPEC, Request, idle
 from kvcache_client import GroupSpec, NamespaceSpec, Session
 from kvcache_client.scheduler.notes import HASHES, NOTES, Notes
 from kvcache_client.session.counters import Counters
+from kvcache_client.step_plan import Report
 from kvcache_proto import messages as m
 from kvcache_proto.region import pages_of
 from kvcache_server.admin_client import AdminClient
@@ -113,7 +114,7 @@ def test_a_save_that_had_not_begun_when_its_blocks_were_given_away(rigs: Any, da
         assert time.monotonic() < until, "no save was cancelled"
         time.sleep(0.001)
     idle(daemon, 0)  # what the rank says of it comes first, as a step earlier
-    one.scheduler.given_away([*given_away, *given_away])  # two ranks report
+    one.scheduler.reported(Report(given_away=[*given_away, *given_away]))  # two ranks report
     one.step()
     one.session.ping()
     two.scheduler.matched_tokens(follow_up("second", request), 0)

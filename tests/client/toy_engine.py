@@ -8,9 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvcache_client import GroupSpec, NamespaceSpec
-from kvcache_client.scheduler.facts import EngineFacts
 from kvcache_client.scheduler.scheduler import Scheduler
-from kvcache_client.scheduler.views import IDLE, NewTable, RequestView, StepView
+from kvcache_client.scheduler.views import IDLE, EngineFacts, NewTable, RequestView, StepView
 from kvcache_client.settings import ConnectorSettings
 from kvcache_client.step_plan import StepPlan
 from kvcache_proto.messages import Note, Run
@@ -254,7 +253,7 @@ class Engine:
     def admit(self, request: Request, load: int = 0) -> None:
         """Give a request its device blocks; `load` tokens of it are to be loaded."""
         request.blocks = [next(self._blocks) for _ in range(-(-request.tokens // BLOCK))]
-        self.scheduler.allocated(request.view, request.blocks, load)
+        self.scheduler.allocated(request.view, [request.blocks], load)
         request.computed += load
 
     def step(self, *scheduled: tuple[Request, int], given: Sequence[int] = ()) -> StepPlan:

@@ -7,7 +7,7 @@ import os
 from typing import Any
 
 from kvcache_client.devices.cpu import CpuDevice
-from kvcache_client.engines.vllm import connector
+from kvcache_client.engines.vllm import rank_side, scheduler_side, setup
 from kvcache_client.engines.vllm.connector import KVCacheServerConnector
 from kvcache_client.scheduler.scheduler import Scheduler
 from kvcache_client.session.channel import Channel
@@ -20,7 +20,9 @@ from kvcache_client.worker.worker import Worker
 __all__ = ["KVCacheServerConnector"]
 
 POINTS = {
-    connector: ["namespace_spec", "parse_settings", "why_not", "open_session", "rank_in_engine"],
+    setup: ["namespace_spec", "parse_settings", "why_not"],
+    scheduler_side: ["open_session"],
+    rank_side: ["open_session", "rank_in_engine"],
     Scheduler: ["__init__", "matched_tokens", "allocated", "plan", "ended", "finished", "reset", "close"],
     Worker: ["__init__", "register", "begin", "load", "received", "take_errors", "take_report", "close"],
     Saves: ["_settle_end"],

@@ -14,11 +14,12 @@ OFF = "this engine runs without the KV cache server"
 
 # What raises, and in how many lines the engine says that it runs without a cache.
 FAULTS = {
-    "connector.parse_settings": 1,
-    "connector.why_not": 1,
-    "connector.namespace_spec": 1,
-    "connector.open_session": 1,
-    "connector.rank_in_engine": 1,
+    "setup.parse_settings": 1,
+    "setup.why_not": 1,
+    "setup.namespace_spec": 1,
+    "scheduler_side.open_session": 1,
+    "rank_side.open_session": 1,
+    "rank_side.rank_in_engine": 1,
     "Scheduler.__init__": 1,
     "Scheduler.matched_tokens": 1,
     "Scheduler.allocated": 1,
@@ -49,7 +50,7 @@ FAULTS = {
 
 # One of each kind: while it is set up, in hooks of scheduler and rank, in a thread, at the end. The others are long.
 OF_EACH_KIND = {
-    *("connector.open_session", "Scheduler.matched_tokens", "Scheduler.close", "Worker.load", "Loads._not_filled"),
+    *("scheduler_side.open_session", "Scheduler.matched_tokens", "Scheduler.close", "Worker.load", "Loads._not_filled"),
     "CpuDevice._save",
 }
 assert set(FAULTS) > OF_EACH_KIND

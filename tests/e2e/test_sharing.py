@@ -10,7 +10,6 @@ import pytest
 import zmq
 from follower import PATIENCE, Subscriber, sockets
 
-from kvcache_proto.messages import Why
 from kvcache_server.admin_client import AdminClient
 
 BLOCK, MAX_LEN = 32, 1024
@@ -205,13 +204,13 @@ def test_why_there_was_no_hit(first: Any, daemon: Any, prompt: Any) -> None:
     first.generate(prompt(3))  # a step more, in which what was saved is settled
     wait_idle(daemon)
     with AdminClient(daemon.endpoint) as admin:
-        latest = admin.ask(Why(0, b"", "")).answer["latest"][0]
-        (told,) = admin.ask(Why(0, b"", latest[:-1])).answer["explained"]
-    assert told["engine"].startswith("first-")
-    assert told["request"] == latest
-    assert (told["tokens"], told["block_tokens"], told["blocks"], told["hits"]) == (3 * BLOCK + 1, BLOCK, 3, 0)
-    assert [(run["first"], run["last"], run["cached_now"]) for run in told["runs"]] == [(0, 2, 3)]
-    assert told["runs"][0]["cause"] in ("new", "diverged", "began_empty")
+        latest = admin.why("").latest[0]
+        (told,) = admin.why(latest[:-1]).explained
+    assert told.engine.startswith("first-")
+    assert told.request == latest
+    assert (told.tokens, told.block_tokens, told.blocks, told.hits) == (3 * BLOCK + 1, BLOCK, 3, 0)
+    assert [(run.first, run.last, run.cached_now) for run in told.runs] == [(0, 2, 3)]
+    assert told.runs[0].cause in ("new", "diverged", "began_empty")
 
 
 def test_what_an_operator_reads(first: Any, second: Any) -> None:

@@ -213,7 +213,7 @@ def test_names_with_control_characters(daemon: Any) -> None:
 
 def test_rates_are_differences_of_two_reports(daemon: Any) -> None:
     def seen(at: float) -> Sample:
-        return Sample(daemon.status(), at)
+        return Sample(daemon.figures(), at)
 
     with AdminClient(daemon.endpoint, engine="qwen") as engine:
         namespace = engine.ask(m.Attach(0, b"", NamespaceSpec("llama", (GroupSpec(16, 1 << 20),)), (0,))).namespace
@@ -228,7 +228,7 @@ def test_rates_are_differences_of_two_reports(daemon: Any) -> None:
         )
         engine.ping()  # what is told has no answer; what comes after it has
         text = "\n".join(line.text for line in frame(before, seen(104.0)))
-        status = describe(daemon.status())
+        status = describe(daemon.figures())
     # In four seconds: 8 stored, one refused, 8 of 10 found, 4 of these needed, 2 loaded so far.
     assert "hits  now 80.0%, overall 80.0%" in text
     for row in (

@@ -150,11 +150,14 @@ REPLIES = [
     (messages.Settled(6, b"\x00\x03"), "93 a7736574746c6564 06 c402 0003"),
     (messages.Distrusted(7, 3, [("e1", 4), ("", 0)]), "94 aa64697374727573746564 07 03 92 92 a26531 04 92 a0 00"),
     (messages.Pong(7), "92 a4706f6e67 07"),
-    (messages.Report(8, {"pool": {"blocks": 2}}), "93 a67265706f7274 08 81 a4706f6f6c 81 a6626c6f636b73 02"),
+    (
+        messages.Report(8, codec.packed({"pool": {"blocks": 2}})),
+        "93 a67265706f7274 08 81 a4706f6f6c 81 a6626c6f636b73 02",
+    ),
     (messages.Cleared(9, 2), "93 a7636c6561726564 09 02"),
     (messages.Restated(1, [9]), "93 a87265737461746564 01 91 09"),
     (messages.Fenced(9, 4), "93 a666656e636564 09 04"),
-    (messages.Explained(11, {"asked": "r1"}), "93 a96578706c61696e6564 0b 81 a561736b6564 a27231"),
+    (messages.Explained(11, codec.packed({"asked": "r1"})), "93 a96578706c61696e6564 0b 81 a561736b6564 a27231"),
     (
         messages.Watched(12, 6, 1, True, [messages.Seen(1500, "e1", "r1", 1, 0, 16, 300, 1, [H1, H2])]),
         f"96 a777617463686564 0c 06 01 c3 91 99 cd05dc a26531 a27231 01 00 10 cd012c 01 92 {H1x} {H2x}",

@@ -7,6 +7,7 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from insights import begin, figures, insight
@@ -23,10 +24,10 @@ from kvcache_server.core.index import Account, Block, Share
 from kvcache_server.core.integrity import check_integrity
 from kvcache_server.core.registry import MAX_ATTACHED
 from kvcache_server.core.sampling import Lots, keyed_draw
-from kvcache_server.insight.histogram import Histogram
 from kvcache_server.insight.infinite_cache import InfiniteCache
 from kvcache_server.insight.residency import Residency
 from kvcache_server.insight.stats import MOST_IDENTITY
+from kvcache_server.status import Eviction, Histogram
 
 
 def pool(cache: Cache) -> dict:
@@ -37,10 +38,10 @@ def pool(cache: Cache) -> dict:
 
 
 def test_a_histogram_counts_each_value_up_to_its_bound():
-    times = Histogram((1, 10))
+    times = Histogram.of((1, 10))
     for value in (0.5, 1, 1.5, 10, 11):
         times.add(value)
-    assert times.figures() == {"bounds": [1, 10], "counts": [2, 2, 1], "sum": 24.0}
+    assert times == Histogram([1, 10], [2, 2, 1], 24.0)
 
 
 def test_evicted_blocks_that_were_never_read_are_counted_separately():
@@ -356,8 +357,9 @@ def test_a_report_of_many_sessions_comes_in_slices_and_fits_a_frame() -> None:
         slices += 1
     assert slices > 8
     assert len(encode(report)) < MAX_FRAME
-    spaces = report.stats["namespaces"]
-    assert len(report.stats["sessions"]) == 300
+    found = msgspec.msgpack.decode(report.stats)
+    spaces = found["namespaces"]
+    assert len(found["sessions"]) == 300
     assert 0 < sum(bool(space["identity"]) for space in spaces) * 4000 <= MOST_IDENTITY < len(spaces) * 4000
     assert all(bool(space["groups"]) == bool(space["identity"]) for space in spaces)
 
@@ -399,9 +401,9 @@ def test_hits_and_evictions_are_counted_by_class() -> None:
 
 
 def test_status_says_what_is_evicted() -> None:
-    stats = figures(make_cache(), 0.0)["eviction"]
-    stats["hit_blocks_by_class"]["more"] = 1234
-    text = "\n".join(evicting(stats))
+    eviction = msgspec.convert(figures(make_cache(), 0.0)["eviction"], Eviction)
+    eviction.hit_blocks_by_class.more = 1234
+    text = "\n".join(evicting(eviction))
     assert "what is worth least goes first" in text and "more often 1,234" in text
-    assert "least recently used goes first" in "\n".join(evicting(stats | {"by_age": True}))
-    assert evicting(None) == [], "of a daemon of 0.1.0"
+    eviction.by_age = True
+    assert "least recently used goes first" in "\n".join(evicting(eviction))

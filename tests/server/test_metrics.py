@@ -58,7 +58,7 @@ def run_of(name: str, length: int) -> list[bytes]:
 def scrape(daemon: Any) -> dict[str, float]:
     """Return every sample by name and labels, as in a query."""
     samples = {}
-    for family in text_string_to_metric_families(metrics.render(daemon.status()).decode()):
+    for family in text_string_to_metric_families(metrics.render(daemon.figures()).decode()):
         assert family.documentation and family.type in ("counter", "gauge", "histogram")
         for sample in family.samples:
             labels = ",".join(f'{key}="{value}"' for key, value in sample.labels.items())

@@ -33,7 +33,7 @@ class Served:
         tokens = {**TOKENS, LATER: 3}
         self.wire = RequestSocket(self.loop, self.endpoint, tokens, self._answer, lambda: None, self._lose)
         self.peers = {session: self.connect(token) for token, session in TOKENS.items()}
-        self.run(lambda: self.wire.figures()["open"] == 2 and self.wire.figures()["unbound"] == 0)
+        self.run(lambda: self.wire.figures().open == 2 and self.wire.figures().unbound == 0)
 
     def connect(self, token: bytes, said: bytes = b"") -> socket.socket:
         """Connect a peer that sends its handshake and `said` at once."""
@@ -88,7 +88,7 @@ def test_a_long_message_may_come_with_the_handshake(served: Served) -> None:
 
 def test_a_second_connection_of_a_session_is_not_heard(served: Served) -> None:
     with served.connect(next(iter(TOKENS)), header(3) + b"abc"):
-        served.run(lambda: served.wire.figures()["cut"] == {"second_connection": 1})
+        served.run(lambda: served.wire.figures().cut == {"second_connection": 1})
         served.say(2, 1)
         served.run(lambda: bool(served.heard))
     assert served.heard == [(2, b"%9d" % 0)]
@@ -108,7 +108,7 @@ def test_a_session_whose_door_closes_is_drained_in_turn(served: Served) -> None:
     served.run(lambda: len(served.everything_of(2)) == 2)
     assert len(served.everything_of(1)) == MANY, "what comes after the end is of no interest"
     served.wire.leave(1)
-    served.run(lambda: served.wire.figures()["open"] == 1)
+    served.run(lambda: served.wire.figures().open == 1)
 
 
 def test_a_session_whose_connection_ends_is_drained_in_turn(served: Served) -> None:
@@ -119,7 +119,7 @@ def test_a_session_whose_connection_ends_is_drained_in_turn(served: Served) -> N
     served.run(lambda: bool(served.lost))
     assert served.lost == [1] and served.everything_of(1) == list(range(MANY))
     assert served.heard.index((2, b"%9d" % 0)) < MANY
-    assert served.wire.figures()["open"] == 1
+    assert served.wire.figures().open == 1
 
 
 def test_a_client_reconnects_while_both_connections_of_its_session_are_ending(served: Served) -> None:
@@ -132,7 +132,7 @@ def test_a_client_reconnects_while_both_connections_of_its_session_are_ending(se
     assert heard < MANY and not ended
     served.wire.cut_short(1)
     assert ended == ["door", "again"] and len(served.everything_of(1)) == heard
-    assert served.wire.figures()["cut"] == {"cut_short": 1}
+    assert served.wire.figures().cut == {"cut_short": 1}
     served.wire.cut_short(2)  # which is not about to end
     served.say(2, 3)
     served.run(lambda: len(served.everything_of(2)) == 3)

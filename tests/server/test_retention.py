@@ -10,7 +10,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
-from insights import answer, figures, follow, insight
+from insights import answer, explained, figures, follow, insight
 from small_cache import KIB, Engine, audit, chain, hashes, make_cache, pass_time
 
 from kvcache_proto import messages as m
@@ -23,6 +23,7 @@ from kvcache_server.core.cache import Cache
 from kvcache_server.core.integrity import check_integrity
 from kvcache_server.core.journal import Manifest, PinEnded, PinMade, pack, read
 from kvcache_server.core.limits import OPERATOR
+from kvcache_server.status import Status
 
 BLOCKS = 128  # of 64 KiB, for which there is room here
 
@@ -178,10 +179,10 @@ def test_an_engine_retains_no_more_than_its_quota(cache: Cache) -> None:
     told = hints(cache)
     assert told["refused"] == {"quota": 5}
     assert told["retained_bytes"] == 25 * 64 * KIB <= told["quota_bytes"]
-    text = describe(figures(cache, 0.0) | {"daemon": DAEMON})
+    text = describe(msgspec.convert(figures(cache, 0.0), Status))
     assert "retained    prompts: 3, 1.6 MiB" in text
     assert "not retained: quota 5" in text
-    why = explain(answer(cache, one.session, m.Why(1, b"", "cmpl-c"), 0.0).answer)
+    why = explain(explained(answer(cache, one.session, m.Why(1, b"", "cmpl-c"), 0.0)))
     assert "engine one had used up its retain_quota (5 blocks)" in why
     assert "retained: 5 of 10 blocks, for 60 s from now on" in why
 
@@ -495,19 +496,6 @@ def test_a_prompt_is_found_by_its_request_and_by_its_last_block(cache: Cache) ->
     for fields in ({}, {"hash": b"short"}, {"hash": b"x" * 16, "request": "r"}):
         with pytest.raises(BadArgument, match="a request, or at least 8 bytes"):
             chained(cache, **fields)
-
-
-DAEMON = {
-    "version": "0",
-    "pid": 1,
-    "endpoint": "ipc:///x",
-    "uptime_s": 1,
-    "errors": {},
-    "drops": {},
-    "tiers": [],
-    "tier_processes": [],
-    "door_refused": {},
-}
 
 
 # All of it, in any order.

@@ -395,7 +395,7 @@ def test_too_few_descriptors_for_all_sessions_are_reported(start_daemon: Any, sh
     assert "descriptors" not in daemon.log
     with contextlib.ExitStack() as leave:
         admin = leave.enter_context(AdminClient(daemon.endpoint))
-        while len(admin.stats()["sessions"]) > 1:  # the one that has seen the daemon's start may be ending yet
+        while len(admin.status().sessions) > 1:  # the one that has seen the daemon's start may be ending yet
             pass
         before = len(os.listdir(fds := f"/proc/{daemon.process.pid}/fd"))
         for number in range(19):

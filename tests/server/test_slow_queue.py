@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from insights import process
 from small_cache import make_cache
 
 from kvcache_proto import messages as m
@@ -25,6 +26,7 @@ from kvcache_server.http.app import HttpApp
 from kvcache_server.http.connection_limiter import SECONDS
 from kvcache_server.insight.insight import Insight
 from kvcache_server.slices import Steps, begin, finish
+from kvcache_server.status import Daemon
 
 SLOW, QUICK = "/api/v1/namespaces", "/healthz"
 
@@ -43,18 +45,18 @@ class Slow:
         self.failures: list[Exception] = []
         self.loop = asyncio.new_event_loop()
         cache = make_cache()
-        admin_ops = AdminOps(cache, Insight(cache), lambda session: None, self._figures, finish_soon, lambda: None)
+        admin_ops = AdminOps(cache, Insight(cache, self._figures), lambda session: None, finish_soon, lambda: None)
         config = Config(endpoint=f"ipc://{folder}/kv.sock", http="127.0.0.1:0")
         self.http = HttpApp(self.loop, config, admin_ops, lambda number, error: self.failures.append(error))
         host, _, port = self.http.address.removeprefix("http://").rpartition(":")
         self._address = host, int(port)
 
-    def _figures(self) -> dict[str, Any]:
+    def _figures(self) -> Daemon:
         self.made += 1
         time.sleep(self.seconds)
         if self.error:
             raise self.error
-        return {}
+        return process()
 
     async def ask(self, path: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         reader, writer = await asyncio.open_connection(*self._address)

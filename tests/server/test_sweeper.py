@@ -10,9 +10,10 @@ from itertools import pairwise
 from types import FrameType
 from typing import Any
 
+import msgspec
 import pytest
 import small_cache
-from insights import begin, figures, follow
+from insights import begin, explained, figures, follow
 from small_cache import KIB, MIB, audit, chain, hashes, make_cache
 
 from kvcache_proto import messages as m
@@ -37,6 +38,7 @@ from kvcache_server.core.eviction.policy import LRU
 from kvcache_server.core.index import Block, Group
 from kvcache_server.core.integrity import Audit, check_integrity
 from kvcache_server.core.limits import LOOK, STEP
+from kvcache_server.explanation import Run
 from kvcache_server.insight.explanations import EXAMINED, MOST_BLOCKS, MOST_RUNS
 from kvcache_server.slices import finish
 
@@ -162,8 +164,8 @@ def test_why_examines_a_long_miss_in_slices_while_the_cache_changes(when: int) -
             cache.sweeper.finish()
             cache.registry.prune()
         why.take_slice()
-    (told,) = why.reply.answer["explained"]
-    assert [run["last"] for run in told["runs"]][-1] == MAX_HASHES - 1
+    (told,) = explained(why.reply).explained
+    assert [run.last for run in told.runs][-1] == MAX_HASHES - 1
     assert why.slices > MOST_BLOCKS / EXAMINED
 
 
@@ -176,14 +178,9 @@ def test_a_why_with_very_many_causes_ends_with_unexamined_blocks() -> None:
         cause = "paused" if part[0] == "0" else "weights"
         engine.ask(m.Remark(1, b"", engine.namespace, [m.Note("q", cause, 0, hashes(part))]))
     engine.ask(request)
-    (told,) = engine.ask(m.Why(1, b"", "r")).answer["explained"]
-    assert len(told["runs"]) == MOST_RUNS + 1
-    assert told["runs"][-1] | {"cached_now": 0} == {
-        "first": MOST_RUNS,
-        "last": 1999,
-        "cause": "unexamined",
-        "cached_now": 0,
-    }
+    (told,) = explained(engine.ask(m.Why(1, b"", "r"))).explained
+    assert len(told.runs) == MOST_RUNS + 1
+    assert told.runs[-1] == Run(MOST_RUNS, 1999, "unexamined", cached_now=0)
 
 
 def test_the_runs_and_blocks_of_one_request_are_bounded() -> None:
@@ -404,7 +401,7 @@ def test_blocks_may_go_while_those_that_leases_hold_are_counted(tiny: None, slic
     other.ask(m.Clear(1, b""))
     sweep(cache)
     assert not cache.eviction.fair_share.used
-    assert 0 <= long.finish().stats["pool"]["pinned_bytes"] <= held
+    assert 0 <= msgspec.msgpack.decode(long.finish().stats)["pool"]["pinned_bytes"] <= held
 
 
 # Making room.

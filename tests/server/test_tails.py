@@ -10,7 +10,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from insights import answer, begin, figures, insight
+from insights import answer, begin, explained, figures, insight
 from small_cache import KIB, audit, make_cache, pass_time
 
 from kvcache_proto import messages as m
@@ -545,7 +545,7 @@ def test_why_says_that_a_state_is_missing() -> None:
     engine.store("abc")
     engine.store("abcde", tails=[1])
     engine.ask(m.Acquire(1, b"", engine.namespace, digests("abcdef"), request="r"))
-    told = explain(engine.ask(m.Why(1, b"", "r")).answer)
+    told = explain(explained(engine.ask(m.Why(1, b"", "r"))))
     assert "blocks 3-4  cached, but of no use: what layers with a window or a state need to continue there" in told
 
 
@@ -554,10 +554,10 @@ def test_why_says_that_no_block_follows() -> None:
     insight(engine.cache)
     engine.store("abc", end=2)
     engine.ask(m.Acquire(1, b"", engine.namespace, digests("abcd"), request="r"))
-    told = explain(engine.ask(m.Why(1, b"", "r")).answer)
+    told = explain(explained(engine.ask(m.Why(1, b"", "r"))))
     assert "block 2     cached, but computed again: what a drafter has of its last token" in told
     engine.ask(m.Acquire(1, b"", engine.namespace, digests("abc"), request="s"))
-    assert not engine.ask(m.Why(1, b"", "s")).answer["explained"], "all that it could hit"
+    assert not explained(engine.ask(m.Why(1, b"", "s"))).explained, "all that it could hit"
 
 
 # Against a naive model.

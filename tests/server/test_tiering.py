@@ -20,6 +20,7 @@ from kvcache_server.core.effects import SessionGone
 from kvcache_server.core.eviction.worth import FACTOR_ONE_OFF
 from kvcache_server.core.index import Group
 from kvcache_server.core.limits import LOOK
+from kvcache_server.explanation import TierRun
 from kvcache_server.tiering.fetches import MOST_COMING
 from kvcache_server.tiering.looks import MOST_LOOKS, Looking
 from kvcache_server.tiering.tier import Tier
@@ -158,10 +159,10 @@ class Host:
         return lambda: [facts for each in said for facts in each.told(now)]
 
 
-def told(*cause: Any, **facts: Any) -> dict[str, Any]:
+def told(*cause: Any, **facts: Any) -> TierRun:
     tier, which, first, last = cause
     assert which in TIERS
-    return {"tier": tier, "cause": which, "first": first, "last": last, **facts}
+    return TierRun(tier, which, first, last, **facts)
 
 
 def test_a_tier_that_has_not_answered_and_one_that_has_nothing() -> None:
@@ -335,7 +336,7 @@ def test_new_blocks_are_written_if_most_blocks_return_or_all_are_to_be(
     host.tiering.begin(host.tiers["disk"], work, host.now)
     host.tiering.jobs(host.tiers["disk"], 1, host.now)
     engine = Stores(host, "other")
-    host.cache.learner.worths.returning = returning
+    host.cache.eviction.learner.worths.returning = returning
     engine.store(["first"])
     (account,) = (each for each in host.cache.eviction.fair_share.accounts if each.engine == "other")
     account.share.factor = factor
@@ -352,13 +353,13 @@ def test_what_lies_above_new_blocks_is_written_with_them() -> None:
     engine = Stores(host, "other")
     engine.store(chain("n", 5))
     assert host.tiering.jobs(host.tiers["disk"], 1, host.now) is None
-    host.cache.learner.worths.returning = 0.6
+    host.cache.eviction.learner.worths.returning = 0.6
     engine.store(chain("n", 10))
     jobs = host.tiering.jobs(host.tiers["disk"], 1, host.now)
     assert jobs is not None
     first = [name for each in jobs.writes for name in each.hashes]
     assert first and first == hashes(chain("n", 10))[: len(first)]
-    assert host.tiering.report()[0]["to_write_blocks"] == 10
+    assert host.tiering.report()[0].to_write_blocks == 10
 
 
 @pytest.mark.parametrize(
@@ -381,7 +382,7 @@ def test_the_pool_stores_what_a_tier_gets(
     tier = host.cache.open_session("tier disk", "", host.now)
     host.tiering.begin(tier, m.Work(1, b"", "disk", 1 << 20, writes=writes), host.now)
     (account,) = host.cache.eviction.fair_share.accounts
-    account.share.factor, host.cache.learner.worths.returning = factor, returning
+    account.share.factor, host.cache.eviction.learner.worths.returning = factor, returning
     host.tiering._tiers[tier].writes.waiting = waiting
     tiers = host.cache.eviction.tiers
     assert tiers is not None and tiers.will_store(account, cls) is stored
@@ -391,7 +392,7 @@ def test_blocks_of_little_worth_are_stored_for_a_tier() -> None:
     host = Host()
     reader, stream = Engine(host.cache, "reader"), Engine(host.cache, "stream")
     (account,) = (each for each in host.cache.eviction.fair_share.accounts if each.engine == "stream")
-    account.share.factor, host.cache.eviction.guard.by_age = FACTOR_ONE_OFF / 2, True
+    account.share.factor, host.cache.eviction.learner.guard.by_age = FACTOR_ONE_OFF / 2, True
     tier = host.tiers["disk"] = host.cache.open_session("tier disk", "", host.now)
     new = count()
 
@@ -438,8 +439,8 @@ def test_a_tier_that_refuses_writes_gets_them_later_and_looks_at_once() -> None:
     host.look_up()
     assert host.tiering.jobs(tier, 3, host.now) is None
     (figures,) = host.tiering.report()
-    assert (figures["off"], figures["writes_off"], figures["removals_off"]) == ("", "no right", "nor that")
+    assert (figures.off, figures.writes_off, figures.removals_off) == ("", "no right", "nor that")
     host.work("disk")
     assert host.jobs("disk").writes
     (figures,) = host.tiering.report()
-    assert (figures["writes_off"], figures["removals_off"]) == ("", "")
+    assert (figures.writes_off, figures.removals_off) == ("", "")

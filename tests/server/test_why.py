@@ -12,7 +12,7 @@ from worlds import BLOCK, IDENTITY, WAYS, Engine, Injector, World, fill
 from kvcache_proto import messages as m
 from kvcache_proto.codec import decode_request, encode
 from kvcache_proto.types import GroupSpec, NamespaceSpec
-from kvcache_server.commands.why import CAUSES, NOTES, describe
+from kvcache_server.commands.why import CAUSES, NOTES
 from kvcache_server.core.eviction.policy import WORTH
 from kvcache_server.core.integrity import check_integrity
 from kvcache_server.insight import explanations, miss_log
@@ -85,7 +85,7 @@ def test_what_an_evicted_block_was_worth_less_than() -> None:
     while world.visible().keys() & {(a.number, once[0]), (a.number, more[0])}:
         a.store(world.chain(1))
     world.tick(12.0)
-    told = describe(world.why(a.look_up(once)[0]))
+    told = world.told(a.look_up(once)[0])
     assert "  blocks 0-2  evicted 12 s earlier, to make room for blocks that engine a saved; asked for once" in told
     assert "once, last about 3 min before, and worth less than every other block that could go\n" in told
     (found,) = world.why(a.look_up(more)[0])["explained"]
@@ -101,13 +101,13 @@ def test_a_block_that_is_evicted_as_the_least_recently_used() -> None:
     world.tick(600.0)
     bounded.store(world.chain(1))
     world.tick(5.0)
-    told = describe(world.why(bounded.look_up(run)[0]))
+    told = world.told(bounded.look_up(run)[0])
     assert "block 1  evicted 5 s earlier: engine b had reached its own num_cpu_blocks, and saved other blocks; " in told
     assert "asked for once, last about 10 min before, less recently than each other block of the engine" in told
     first = a.store(world.chain(1))
     while (a.number, first[0]) in world.visible():
         a.store(world.chain(1))
-    assert "less recently than every other block that could go" in describe(world.why(a.look_up(first)[0]))
+    assert "less recently than every other block that could go" in world.told(a.look_up(first)[0])
 
 
 def test_blocks_that_are_worth_less_than_all_others_are_not_saved() -> None:
@@ -123,7 +123,7 @@ def test_blocks_that_are_worth_less_than_all_others_are_not_saved() -> None:
                     a.settle(reserved)
                 if world.cache.refusals["not_worth_it"]:
                     break
-    told = describe(world.why(a.look_up(run)[0]))
+    told = world.told(a.look_up(run)[0])
     assert "not saved by engine a" in told and "worth less than each cached block that could have gone" in told
 
 
@@ -138,7 +138,7 @@ def test_blocks_of_another_size_take_room() -> None:
     (told,) = world.why(request)["explained"]
     (run,) = told["runs"]
     assert (run["cause"], run["engine"], run["namespace"], run["model"]) == ("room", "large", large.spec.id, "large")
-    assert f"engine large saved in namespace {large.spec.id} (large)" in describe(world.why(request))
+    assert f"engine large saved in namespace {large.spec.id} (large)" in world.told(request)
 
 
 def test_a_namespace_at_its_ceiling() -> None:
@@ -183,7 +183,7 @@ def test_cached_blocks_that_are_withheld() -> None:
     b.number = number
     request, _ = b.look_up([*run, *world.chain(2)])
     assert causes(world, request) == [(6, "ranks_missing"), (2, "new")]
-    assert "a rank of engine two ranks was not attached" in describe(world.why(request))
+    assert "a rank of engine two ranks was not attached" in world.told(request)
 
 
 def test_other_hashes_for_the_same_tokens() -> None:
@@ -195,7 +195,7 @@ def test_other_hashes_for_the_same_tokens() -> None:
     (told,) = world.why(request)["explained"]
     assert runs_of(told) == [(4, "other_hashes")]
     assert told["runs"][0]["fields"] == [["seed", "0", "engine b"]]
-    assert "seed is '0' here and 'engine b' there" in describe(world.why(request))
+    assert "seed is '0' here and 'engine b' there" in world.told(request)
     doubled = Engine(world, "c", block="16x16")
     run = world.chain(6)
     doubled.store(run[1::2])
@@ -227,7 +227,7 @@ def test_later_events_do_not_explain_a_lookup() -> None:
     a.store(run)
     a.store(world.chain(1))  # from now on, other tokens go on where these would have
     assert causes(world, request) == [(3, "new")]
-    assert "cached now" in describe(world.why(request))
+    assert "cached now" in world.told(request)
     a.ask(m.Clear(1, b""))
     assert causes(world, request) == [(3, "new")]
     request, _ = a.look_up(run)
@@ -241,7 +241,7 @@ def test_how_the_daemon_started() -> None:
     run = world.chain(2)
     request, _ = a.look_up(run)
     assert causes(world, request) == [(2, "began_empty")]
-    assert "size or page_size had changed" in describe(world.why(request))
+    assert "size or page_size had changed" in world.told(request)
     a.store(world.chain(2))
     request, _ = a.look_up(run)
     assert causes(world, request) == [(2, "diverged")]
@@ -269,13 +269,13 @@ def test_notes_of_an_engine() -> None:
     (told,) = world.why("cmpl-7")["explained"]
     assert (told["engine"], told["runs"], [note["cause"] for note in told["notes"]]) == ("a", [], ["down"])
     assert 2.0 <= told["notes"][0]["age_s"] < 2.1
-    assert "breaker open" in describe(world.why("cmpl-7"))
+    assert "breaker open" in world.told("cmpl-7")
     for cause in ("room", "elsewhere", "other_hashes", "began_empty"):  # which the daemon alone should name
         a.ask(m.Remark(1, b"", a.number, [m.Note(f"cmpl-{cause}", cause, 0, world.chain(1))]))
-        assert "unknown" in describe(world.why(f"cmpl-{cause}"))
+        assert "unknown" in world.told(f"cmpl-{cause}")
     run = world.chain(2)
     b.tell("save_prompt", run, "cmpl-9")
-    assert "2 blocks not saved" in describe(world.why("cmpl-9"))
+    assert "2 blocks not saved" in world.told("cmpl-9")
     b.store(run[:1])
     b.tell("paused", run)
     b.ask(m.Clear(1, b""))
@@ -306,12 +306,12 @@ def test_a_request_is_found_by_part_of_its_id() -> None:
         22,
         [f"e{n}" for n in range(10, 20)],
     )
-    assert "12 other engines had a request with this id" in describe(answer)
+    assert "12 other engines had a request with this id" in world.told("7")
     for unknown in ("no such", ""):
         answer = world.why(unknown)
         assert (answer["matched"], answer["latest"][:2]) == (0, ["17", "7"]) or answer["latest"][0] == "17"
-        assert "17" in describe(answer)
-    assert "7,340" not in describe(world.why("7"))
+        assert "17" in world.told(unknown)
+    assert "7,340" not in world.told("7")
 
 
 def test_unnamed_lookups_and_full_hits_are_not_remembered() -> None:

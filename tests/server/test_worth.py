@@ -156,13 +156,13 @@ def test_a_stream_that_nobody_reads_stays_at_its_floor_even_by_age(model: str) -
     for prompt in kept:
         reader.store(prompt)
     (account,) = (each for each in cache.eviction.fair_share.accounts if each.engine == "stream")
-    account.share.factor, cache.eviction.guard.by_age = FACTOR_ONE_OFF / 2, True
+    account.share.factor, cache.eviction.learner.guard.by_age = FACTOR_ONE_OFF / 2, True
     for number in range(100):
         stream.store(chain(f"once {number} ", 8))
     assert account.share.bytes <= account.share.floor + 6 * account.group.allocated_bytes, (
         "the floor, and what was free"
     )
-    assert cache.eviction.guard.by_age and cache.eviction.declined
+    assert cache.eviction.learner.guard.by_age and cache.eviction.declined
     assert [reader.hits(prompt) for prompt in kept] == [8] * 15
     follow(cache)
     log = insight(cache).misses
@@ -184,7 +184,7 @@ def test_a_request_counts_once_however_often_it_asks() -> None:
 
     def ask(request: str) -> int:
         engine.ask(m.Acquire(1, b"", engine.namespace, hashes(["a"]), pin=False, request=request))
-        cache.learner.learn()
+        cache.eviction.learner.learn()
         return next(iter(group.visible.values())).tick & CLASS_MASK
 
     assert [ask(name) for name in ("r1", "r1", "r1", "r2", "r2", "r3")] == [1, 1, 1, 2, 2, 2]
@@ -195,7 +195,7 @@ def test_how_many_blocks_return_is_learned_from_those_that_had_the_time(part: fl
     draw, cache = random.Random(5), make_cache(124)
     engine = Engine(cache, "one")
     again: defaultdict[int, list[list[str]]] = defaultdict(list)
-    assert cache.learner.worths.returning == 0
+    assert cache.eviction.learner.worths.returning == 0
     for turn in range(600):
         engine.now += 0.1
         pass_time(cache, engine.now)
@@ -205,7 +205,7 @@ def test_how_many_blocks_return_is_learned_from_those_that_had_the_time(part: fl
         for prompt in [new, *again.pop(turn, [])]:
             engine.hits(prompt)
             engine.store(prompt)
-    assert cache.learner.worths.returning == pytest.approx(part, abs=0.1)
+    assert cache.eviction.learner.worths.returning == pytest.approx(part, abs=0.1)
 
 
 def test_the_blocks_above_a_hit_go_up_one_class_too() -> None:
@@ -215,12 +215,12 @@ def test_the_blocks_above_a_hit_go_up_one_class_too() -> None:
     engine.store(names)
     engine.hits(names[:4])
     engine.hits(names[:2])
-    cache.learner.learn()
+    cache.eviction.learner.learn()
     visible = cache.namespaces[engine.namespace].groups[0].visible
     assert [visible[name].tick & CLASS_MASK for name in hashes(names)] == [2, 2, 1, 1, 0, 0]
     engine.now = 3.0
     engine.hits(names)
-    cache.learner.learn()
+    cache.eviction.learner.learn()
     assert [visible[name].tick & CLASS_MASK for name in hashes(names)] == [2, 2, 2, 2, 1, 1]
 
 
@@ -231,12 +231,12 @@ def test_a_small_cache_of_the_guard_is_an_lru_cache() -> None:
     draw = random.Random(1)
     loop = [f"l{at % (blocks + 20)}" for at in range(1000)]
     mixed = [f"m{int(draw.paretovariate(0.7))}" for _ in range(1000)]
-    by_age = cache.eviction.guard._by_age
+    by_age = cache.eviction.learner.guard._by_age
     for at, name in enumerate(loop + mixed):
         if not engine.hits([name]):
             engine.store([name])
         if at % 100 == 99:
-            cache.learner.learn()
+            cache.eviction.learner.learn()
             latest = list(dict.fromkeys((loop + mixed)[at::-1]))[:blocks]
             assert list(by_age) == hashes(latest[::-1])
 
@@ -247,7 +247,7 @@ def test_class_and_time_survive_a_restart() -> None:
     engine = Client(host, "one", spec)
     engine.store(["a", "b", "c"])
     engine.acquire(["a", "b"])
-    host.cache.learner.learn()
+    host.cache.eviction.learner.learn()
     group = host.cache.namespaces[1].groups[0]
     before = {name: (block.tick >> 2, block.tick & CLASS_MASK) for name, block in group.visible.items()}
     assert sorted(cls for _, cls in before.values()) == [0, 1, 1]

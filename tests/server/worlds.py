@@ -5,8 +5,9 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import msgspec
 from host import geometry_of
-from insights import answer, figures, insight
+from insights import answer, explained, figures, insight
 
 from kvcache_proto import messages as m
 from kvcache_proto.codec import decode_request, encode
@@ -15,6 +16,7 @@ from kvcache_server.commands.why import describe
 from kvcache_server.core.cache import Cache
 from kvcache_server.core.eviction.policy import LRU
 from kvcache_server.core.limits import Limits
+from kvcache_server.explanation import Answer
 
 KIB = 1 << 10
 IDENTITY = {"dtype": "bfloat16", "weights": "", "shards": "1", "block": "16x8", "seed": "0", "layout": "NHD"}
@@ -51,9 +53,18 @@ class World:
         return int(space["engines"].get(engine.name, 0))
 
     def why(self, request: str) -> dict[str, Any]:
-        found = answer(self.cache, self.operator(), m.Why(1, b"", request), self.now).answer
+        """Return the answer as in JSON."""
+        found = self._explained(request)
         describe(found)  # whatever it is, it can be told
-        return found
+        told: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(found))
+        return told
+
+    def told(self, request: str) -> str:
+        """Return the answer as text."""
+        return describe(self._explained(request))
+
+    def _explained(self, request: str) -> Answer:
+        return explained(answer(self.cache, self.operator(), m.Why(1, b"", request), self.now))
 
     def operator(self) -> int:
         for number, session in self.cache.sessions.items():

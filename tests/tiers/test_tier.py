@@ -332,7 +332,7 @@ def test_an_operator_sees_what_a_tier_does(start_daemon: StartDaemon, connect: C
     save_below(daemon, engine, names)
     engine.load_all(names)
     wait_tier(daemon, "blocks_brought", 30)
-    status = daemon.status()
+    status = daemon.figures()
     text = describe(status)
     assert "tier        disk: on; asked for" in text and "brought 30 (3.8 MiB)" in text
     assert "30 blocks written (3.8 MiB), 0 to write" in text
@@ -343,7 +343,7 @@ def test_an_operator_sees_what_a_tier_does(start_daemon: StartDaemon, connect: C
     assert "kvcache_engines 1.0" in lines, "a tier is none"
     os.kill(pid_of_the_tier(daemon), signal.SIGKILL)
     wait_for(lambda: not tier_of(daemon), "the tier's end")
-    ended = daemon.status()
+    ended = daemon.figures()
     assert "tier        disk: it ended with status -9" in describe(ended)
     assert 'kvcache_tier_up{tier="disk"} 0.0' in render(ended).decode().splitlines(), "as an alert needs it"
     wait_open(daemon)
@@ -439,28 +439,28 @@ def test_top_shows_rates_of_tiers(start_daemon: StartDaemon, connect: Connect, u
     engine = connect(daemon)
     names = hashes(1, 32)
     wait_open(daemon)
-    before = Sample(daemon.status(), 100.0)
+    before = Sample(daemon.figures(), 100.0)
     save_below(daemon, engine, names)
     assert engine.load([*names, *hashes(2, 32)]) == 0
     engine.load_all(names)
     wait_tier(daemon, "blocks_brought", 32)
-    after = Sample(daemon.status(), 102.0)
+    after = Sample(daemon.figures(), 102.0)
     head, row = table_of_tiers(before, after)
     assert head == ["tier", "had now", "overall", "read", "written", "to read", "blocks to write"]
     assert row == ["disk", "50.0%", "50.0%", "2.0 MiB/s", "4.0 MiB", "2.0 MiB/s", "4.0 MiB", "0 B", "0", "on"]
-    (_, row) = table_of_tiers(after, Sample(after.stats, 103.0))
+    (_, row) = table_of_tiers(after, Sample(after.figures, 103.0))
     assert row == ["disk", "-", "50.0%", "0 B/s", "4.0 MiB", "0 B/s", "4.0 MiB", "0 B", "0", "on"]
     os.kill(pid_of_the_tier(daemon), signal.SIGKILL)
     seen: list[Sample] = []
 
     def is_away() -> bool:
-        seen.append(Sample(daemon.status(), 104.0))
+        seen.append(Sample(daemon.figures(), 104.0))
         return table_of_tiers(after, seen[-1])[1] == ["disk", "it ended with status -9"]
 
     wait_for(is_away, "the tier's end")
     away = seen[-1]
     wait_open(daemon)
-    (_, row) = table_of_tiers(away, Sample(daemon.status(), 105.0))
+    (_, row) = table_of_tiers(away, Sample(daemon.figures(), 105.0))
     assert row[1:5] == ["-", "50.0%", "0 B/s", "4.0 MiB"], "what it did before it went is no rate"
 
 

@@ -24,9 +24,8 @@ from tiered import (
 )
 
 from kvcache_client import Session
-from kvcache_client.scheduler.facts import EngineFacts
 from kvcache_client.scheduler.scheduler import Scheduler
-from kvcache_client.scheduler.views import RequestView
+from kvcache_client.scheduler.views import EngineFacts, RequestView
 from kvcache_client.session.namespace import Namespace
 from kvcache_client.settings import ConnectorSettings
 

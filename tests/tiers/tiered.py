@@ -14,12 +14,12 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from conftest import Daemon
 from scattered import write
 
 from kvcache_client import GroupSpec, NamespaceSpec, Session
 from kvcache_client.session.namespace import Namespace
-from kvcache_proto import messages as m
 from kvcache_server.admin_client import AdminClient
 from kvcache_server.commands.why import describe as explain
 
@@ -161,9 +161,9 @@ def a_tier(folder: Path, url: str, endpoint: str, *flags: str, env: dict[str, st
 def why(daemon: Daemon, request: str) -> tuple[list[dict[str, Any]], str]:
     """Return what `why` says of tiers, and its text."""
     with AdminClient(daemon.endpoint, "test") as admin:
-        answer = admin.ask(m.Why(0, b"", request)).answer
-    (told,) = answer["explained"]
-    return told["tiers"], explain(answer)
+        answer = admin.why(request)
+    (told,) = answer.explained
+    return msgspec.to_builtins(told.tiers), explain(answer)
 
 
 def wait_why(daemon: Daemon, request: str, *causes: str) -> str:

@@ -14,27 +14,22 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from kvcache_client.scheduler.cache import Counts
-from kvcache_client.scheduler.request_state import RequestState
+from kvcache_client.scheduler.requests import RequestState
 
 WAIT: tuple[None, bool] = (None, False)
 
 
 class Admission:
-    """The admission rules of one engine."""
-
     def __init__(
         self, counters: Counts, blocks: int, table_tokens: Sequence[int], lookahead: int, in_order: bool
     ) -> None:
-        """Decide for an engine with `blocks` device blocks.
+        """Decide for an engine with `blocks` device blocks, of `table_tokens` tokens each, by group.
 
-        Args:
-            table_tokens: tokens per block, by group.
-            lookahead: tokens beyond its own for which a request needs room in a step.
-            in_order: whether each request is seen before all later ones. An engine with priorities does not promise
-                that, nor does one that sets requests aside for its own reasons.
+        A request needs room for `lookahead` tokens beyond its own in a step. Each is seen before all later ones if the
+        engine is `in_order`: not with priorities, nor if it sets requests aside for its own reasons.
         """
-        self._counters, self._blocks, self._table_tokens, self._lookahead = counters, blocks, table_tokens, lookahead
-        self._in_order = in_order
+        self._counters, self._blocks, self._table_tokens = counters, blocks, table_tokens
+        self._lookahead, self._in_order = lookahead, in_order
         self._waits = False  # whether a request has to wait in this schedule
         self._holders: dict[str, tuple[frozenset[int], int]] = {}  # by request: its blocks, and how many more it needs
         self._held: Counter[int] = Counter()  # how many requests hold each block

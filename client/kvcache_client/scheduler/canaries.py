@@ -12,7 +12,7 @@ import random
 
 from kvcache_client.scheduler.cache import CacheLease
 from kvcache_client.scheduler.groups import FullAttention
-from kvcache_client.scheduler.request_state import Canary, RequestState
+from kvcache_client.scheduler.requests import Canary, RequestState
 from kvcache_client.step_plan import CheckJob, pick_refs
 
 BLOCKS = 4  # of one request that are compared, at most
@@ -68,10 +68,5 @@ class Canaries:
             self.due.append(CheckJob(state.id, canary.region, pick_refs(canary.packed, slots), blocks))
 
     def take(self) -> list[CheckJob]:
-        """Return the comparisons that the ranks make before this step begins."""
         due, self.due = self.due, []
         return due
-
-    def forget(self) -> None:
-        """Drop the comparisons that are to be sent: the weights have changed."""
-        self.due.clear()

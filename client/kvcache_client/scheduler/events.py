@@ -8,14 +8,13 @@ Nothing is reported as stored that cannot be reported as removed later.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby, islice
 from typing import Any
 
-from kvcache_client.scheduler.content import plain
 from kvcache_client.scheduler.groups import FullAttention
-from kvcache_client.scheduler.views import RequestView
+from kvcache_client.scheduler.views import Describe, RequestView, plain
 from kvcache_client.step_plan import RankVerdicts
 from kvcache_proto.types import Verdict
 
@@ -23,27 +22,16 @@ REMEMBERED = 1 << 19  # cached blocks; beyond that the oldest are reported as re
 SHIPPED = 1 << 16  # blocks that are being saved; beyond that the oldest ones' answers count as lost
 WAITING = 1 << 15  # blocks whose parent is not visible; beyond that a lookup may report them later
 
-# Returns an event's fields for a request, and its fields for the request's blocks between two tokens, in order.
-Describe = Callable[[RequestView, int, int], tuple[Any, list[Any]]]
-
 
 @dataclass(slots=True)
 class Stored:
-    """A chain of cached blocks, each the child of the one before it, can be loaded.
+    """A chain of cached blocks, each the child of the one before it, can be loaded."""
 
-    Attributes:
-        parent: hash of the engine's block above them; None for a root.
-        hashes: the engine's own hashes of its blocks in them.
-        tokens: the tokens of all these blocks.
-        request: the engine's description of the request that saved or found them.
-        blocks: its descriptions of the blocks, in order.
-    """
-
-    parent: bytes | None
-    hashes: list[bytes]
-    tokens: list[int]
-    request: Any
-    blocks: list[Any]
+    parent: bytes | None  # hash of the engine's block above them; None for a root
+    hashes: list[bytes]  # the engine's own hashes of its blocks in them
+    tokens: list[int]  # of all these blocks
+    request: Any  # the engine's description of the request that saved or found them
+    blocks: list[Any]  # its descriptions of the blocks, in order
 
 
 @dataclass(slots=True)
@@ -83,10 +71,8 @@ class EngineEvents:
         The last rank of a parent may be another one than that of its child, so the parent's verdict may come later.
         """
         for position, verdict in zip(verdicts.positions, verdicts.verdicts, strict=False):
-            if verdict == Verdict.PARTIAL:
-                continue
-            shipped = self._shipped.pop((verdicts.region, verdicts.reservation, position), None)
-            if shipped is None:
+            place = verdicts.region, verdicts.reservation, position
+            if verdict == Verdict.PARTIAL or (shipped := self._shipped.pop(place, None)) is None:
                 continue
             if verdict == Verdict.VISIBLE and shipped.parent not in self._coming:
                 self._stored(shipped)
@@ -130,7 +116,7 @@ class EngineEvents:
         return pieces
 
     def _forget(self, pieces: Sequence[Stored]) -> None:
-        """Count cached blocks that were being saved as lost."""
+        """Blocks that were being saved are lost."""
         self._coming.difference_update(piece.hashes[-1] for piece in pieces)
 
     def _stored(self, piece: Stored) -> None:

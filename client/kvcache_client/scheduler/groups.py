@@ -13,71 +13,20 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from kvcache_client.scheduler.views import BlockTables, RequestView
+from kvcache_client.scheduler.views import BlockTables, Group, RequestView
 from kvcache_client.settings import CHECKPOINT_TOKENS, CHECKPOINT_TOKENS_ALONE
 from kvcache_client.step_plan import LoadJob
 from kvcache_proto.types import FULL, MAX_HASHES, REF_BYTES, GroupSpec
 
 
-class Table(NamedTuple):
-    """A KV cache group of the engine, in the slots of a cached group.
-
-    Attributes:
-        number: its position among the engine's groups.
-        block_tokens: tokens per block of the group.
-        blocks: how many of the group's blocks a slot contains: the last ones of the slot's tokens.
-    """
-
-    number: int
-    block_tokens: int
-    blocks: int
-
-
-class Group(NamedTuple):
-    """A cached group: the engine's groups whose blocks are in its slots, one after another.
-
-    Attributes:
-        reach, period: as in GroupSpec; 0 for full attention.
-        kept: how many tokens before the next one the engine keeps, for a window; otherwise 0.
-        chunk: tokens per chunk, for chunked attention; otherwise 0.
-        is_state: whether a slot contains a state.
-    """
-
-    tables: tuple[Table, ...]
-    reach: int = 0
-    period: int = 0
-    kept: int = 0
-    chunk: int = 0
-    is_state: bool = False
-
-    @property
-    def columns(self) -> int:
-        """Return the number of the engine's blocks in a slot."""
-        return sum(table.blocks for table in self.tables)
-
-    def first_kept(self, computed: int) -> int:
-        """Return the first token whose blocks the engine has kept when it has computed `computed` tokens."""
-        if self.chunk:
-            return computed // self.chunk * self.chunk
-        return max(0, computed - self.kept) if self.reach else 0
-
-
 class Found(NamedTuple):
-    """The slots that a lookup has returned and leased.
+    """The slots that a lookup has returned and leased."""
 
-    Attributes:
-        region: id of the region that they are in.
-        packed: their references: those of the first group, then those of each tail.
-        hits: how many cached blocks the lookup has found.
-        had: for how many of these, from the first one on, it has returned no tails.
-        sums: the slots' checksums, in the same order; b"" for none.
-    """
-
-    region: bytes
-    packed: bytes
-    hits: int
-    had: int = 0
-    sums: bytes = b""
+    region: bytes  # id of the region that they are in
+    packed: bytes  # their references: those of the first group, then those of each tail
+    hits: int  # how many cached blocks the lookup has found
+    had: int = 0  # for how many of these, from the first one on, it has returned no tails
+    sums: bytes = b""  # the slots' checksums, in the same order; b"" for none
 
     def part(self, begin: int, end: int) -> tuple[bytes, bytes]:
         """Return the references and the checksums of slots `begin` to `end`."""
@@ -89,60 +38,53 @@ class FullAttention:
     """Full attention and MLA: a block is useful only below all blocks before it.
 
     A prefix is matched from its root on, up to the first miss, and every full block is saved.
-
-    Attributes:
-        block_tokens: tokens per block of the engine.
-        blocks_per_slot: blocks of the engine in a cached block.
-        slot_tokens: tokens of a cached block.
-        align: tokens after which a hit in the engine's own cache may end.
-        has_full: whether blocks are useful only below all blocks before them.
-        tails: the other groups, by number.
-        volatile: looked-up cached blocks at the end that are computed anyway: a drafter's KV in them depends on the
-            token after them.
     """
 
-    has_full = True
-    tails: tuple[int, ...] = ()
+    has_full = True  # whether blocks are useful only below all blocks before them
+    tails: tuple[int, ...] = ()  # the other groups, by number
 
     def __init__(self, block_tokens: int, blocks_per_slot: int, volatile: int = 0, prompt_only: bool = False) -> None:
-        """With `prompt_only`, no generated tokens are saved."""
+        """Of each lookup's blocks, the last `volatile` ones are computed anyway: a drafter's KV in them depends on the
+        token after them. With `prompt_only`, no generated tokens are saved."""
         self.block_tokens, self.blocks_per_slot = block_tokens, blocks_per_slot
-        self.slot_tokens = block_tokens * blocks_per_slot
-        self.align = block_tokens
-        self.prompt_only = prompt_only
-        self.volatile = volatile
+        self.slot_tokens = block_tokens * blocks_per_slot  # tokens of a cached block
+        self.align = block_tokens  # tokens after which a hit in the engine's own cache may end
+        self.prompt_only, self.volatile = prompt_only, volatile
 
     def keys(self, hashes: Sequence[bytes]) -> Sequence[bytes]:
         """Return the hashes of the cached blocks: the chained hash of the last engine block covers those before it."""
         return hashes if self.blocks_per_slot == 1 else hashes[self.blocks_per_slot - 1 :: self.blocks_per_slot]
 
+    def prompt_keys(self, request: RequestView) -> Sequence[bytes]:
+        """Return the hashes of the cached blocks that the prompt fills."""
+        return self.keys(request.hashes)[: request.prompt_tokens // self.slot_tokens]
+
     def loadable(self, request: RequestView) -> int:
-        """Return how many cached blocks the request may load: at least one token is left to compute, and the number of
-        blocks per lookup is bounded."""
-        most = min(max(request.tokens - 1, 0) // self.slot_tokens, len(request.hashes) // self.blocks_per_slot)
-        return min(most, MAX_HASHES - self.volatile)
+        """Return how many cached blocks the request may load."""
+        before_last = max(request.tokens - 1, 0) // self.slot_tokens  # at least one token is left to compute
+        return min(before_last, len(request.hashes) // self.blocks_per_slot, MAX_HASHES - self.volatile)
 
     def usable(self, hits: int) -> int:
         """Return how many of `hits` cached blocks may be loaded."""
         return max(0, hits - self.volatile)
 
     def full(self, request: RequestView, computed: int) -> int:
-        """Return the number of cached blocks that are full, hashed and to be saved once `computed` tokens are computed.
-
-        Only known tokens have hashes, so placeholders of tokens still being sampled do not count, even if `computed`
-        includes them.
-        """
-        full = min(len(request.hashes), computed // self.block_tokens) // self.blocks_per_slot
+        """Return the number of cached blocks that are full and to be saved once `computed` tokens are computed."""
+        full = self._hashed(request, computed)
         return min(full, request.prompt_tokens // self.slot_tokens) if self.prompt_only else full
+
+    def _hashed(self, request: RequestView, computed: int) -> int:
+        # Only known tokens have hashes: placeholders of tokens still being sampled do not count, even if `computed`
+        # includes them.
+        return min(len(request.hashes), computed // self.block_tokens) // self.blocks_per_slot
 
     def unsaved(self, request: RequestView, saved: int, computed: int) -> Sequence[bytes]:
         """Return the hashes of full cached blocks beyond the first `saved`, generated ones included."""
-        full = min(len(request.hashes), computed // self.block_tokens) // self.blocks_per_slot
+        full = self._hashed(request, computed)
         return self.keys(request.hashes)[saved:full] if full > saved else ()
 
     def references(self, keys: Sequence[bytes], hits: int, had: int) -> Sequence[bytes]:
-        """Return the hash of each slot that a lookup of `keys` returns if the engine has the tails of the first
-        `had`."""
+        """Return the hash of each slot that a lookup of `keys` returns; the engine has the tails of the first `had`."""
         return keys[:hits]
 
     def columns(self, number: int) -> int:

@@ -6,13 +6,10 @@ request asks for is saved anyway.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from kvcache_client.scheduler.cache import CacheNamespace, Counts
 from kvcache_client.scheduler.groups import FullAttention
-from kvcache_client.scheduler.hint import Hint, Rest
-from kvcache_client.scheduler.request_state import RequestState
-from kvcache_client.scheduler.views import RequestView
+from kvcache_client.scheduler.requests import RequestState
+from kvcache_client.scheduler.views import Hint, RequestView, Rest
 from kvcache_proto.types import MAX_HASHES
 
 SEEN = 1 << 14  # cached blocks of dropped requests that are remembered
@@ -27,7 +24,6 @@ class Hints:
         self._seen: dict[bytes, None] = {}  # blocks of dropped requests, in the order in which the requests ended
 
     def begin(self, state: RequestState) -> None:
-        """Apply the hint of a new request."""
         request = state.request
         if request.bad_hint:
             self._counters.warn("hints_invalid", f"the hint of a request is ignored: {request.bad_hint}")
@@ -36,9 +32,9 @@ class Hints:
             return
         state.progress.limit = self._kept(request, hint, rest)
         if not hint.done:
-            seen = self._seen
-            shared = next((at for at, key in enumerate(self._prompt(request)) if key not in seen), None)
-            state.progress.limit = max(state.progress.limit, len(self._prompt(request)) if shared is None else shared)
+            keys = self._group.prompt_keys(request)
+            shared = next((at for at, key in enumerate(keys) if key not in self._seen), len(keys))
+            state.progress.limit = max(state.progress.limit, shared)
 
     def retain(self, state: RequestState, namespace: CacheNamespace) -> None:
         """Ask the daemon to keep the blocks that the request wants kept; they may be saved later."""
@@ -60,7 +56,13 @@ class Hints:
         if hint is None or (rest := hint.unwanted) is None or request.uncacheable or state.barred:
             return
         if not hint.done:
-            self._remember(self._prompt(request))
+            # At its end: several answers to one prompt are computed at the same time.
+            seen = self._seen
+            for key in self._group.prompt_keys(request):
+                seen.pop(key, None)
+                seen[key] = None
+            while len(seen) > SEEN:
+                del seen[next(iter(seen))]
             return
         keys = list(self._group.keys(request.hashes))
         if len(keys) > MAX_HASHES:
@@ -68,24 +70,12 @@ class Hints:
         elif keys:
             namespace.drop(keys, self._kept(request, hint, rest), request=request.id)
 
-    def _prompt(self, request: RequestView) -> Sequence[bytes]:
-        return self._group.keys(request.hashes)[: request.prompt_tokens // self._group.slot_tokens]
-
     def _kept(self, request: RequestView, hint: Hint, rest: Rest) -> int:
         """Return the number of cached blocks at the beginning that are neither dropped nor left unsaved."""
         tokens, retained = rest.after, hint.retained
         if retained is not None:
             tokens = max(tokens, request.prompt_tokens if retained.tokens is None else retained.tokens)
         return tokens // self._group.slot_tokens
-
-    def _remember(self, keys: Sequence[bytes]) -> None:
-        """Remember blocks of a request at its end: several answers to one prompt are computed at the same time."""
-        seen = self._seen
-        for key in keys:
-            seen.pop(key, None)
-            seen[key] = None
-        while len(seen) > SEEN:
-            del seen[next(iter(seen))]
 
     def _answered(self, blocks: int, refused: str) -> None:
         if refused:

@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from kvcache_client.scheduler.cache import Counts
-from kvcache_client.scheduler.content import plain
 from kvcache_client.scheduler.groups import FullAttention
-from kvcache_client.scheduler.request_state import RequestState
+from kvcache_client.scheduler.requests import RequestState
+from kvcache_client.scheduler.views import plain
 
 HITS = 2  # on the device, after which a block is saved although it is not about to be evicted
 
@@ -31,11 +31,11 @@ class _Held:
 
 @dataclass(slots=True)
 class Due:
-    """Consecutive cached blocks of a request, from `first` on, that are to be saved, in device `blocks`."""
+    """The cached blocks of a request from `first` to `end`, which are to be saved, in device `blocks`."""
 
     state: RequestState
     first: int
-    hashes: list[bytes]
+    end: int
     blocks: list[int]
 
 
@@ -50,10 +50,7 @@ class Lazy:
         hash_of: Callable[[int], bytes],
         counters: Counts,
     ) -> None:
-        """`evicted_next(n)` returns the n device blocks that the engine gives away next, in order; n is `ahead`.
-
-        `hash_of` returns the hash of a device block in the engine's own prefix cache, b"" if it is not there.
-        """
+        """Look at the `ahead` device blocks that the engine gives away next; the callbacks are those of EngineFacts."""
         self._group, self._ahead, self._evicted_next, self._hash_of = group, ahead, evicted_next, hash_of
         self._counters = counters
         self._held: dict[bytes, _Held] = {}
@@ -66,18 +63,16 @@ class Lazy:
         """Note that the device has the cached blocks of a request from `first` to `end`."""
         keys, width = self._group.keys(state.request.hashes), self._group.columns(0)
         for slot in range(first, end):
-            key, held = keys[slot], self._held.get(keys[slot])
-            if held is not None:
+            key, hits = keys[slot], 0
+            if (held := self._held.get(key)) is not None:
                 if held.saved:
                     continue
-                saved_before, hits = saved, held.hits
+                hits = held.hits
                 self._drop(key)
-            else:
-                saved_before, hits = saved, 0
             blocks = self._group.slot_blocks(state.tables, slot, slot + 1)
             if len(blocks) < width:
                 return
-            self._held[key] = _Held(state, slot, blocks, saved_before, hits)
+            self._held[key] = _Held(state, slot, blocks, saved, hits)
             self._keys.update(dict.fromkeys(blocks, key))
 
     def found(self, state: RequestState, tokens: int) -> None:
@@ -100,17 +95,15 @@ class Lazy:
 
     def due(self) -> list[Due]:
         """Return the blocks that are to be saved now; they count as saved from now on."""
-        wanted = [key for key in self._hot if key in self._held and self._holds(self._held[key])]
-        self._hot = []
-        wanted += self._ending
-        self._ending = []
+        wanted = [key for key in self._hot if key in self._held and self._holds(self._held[key])] + self._ending
+        self._hot, self._ending = [], []
         if 4 * self._given >= self._ahead:
             self._given = 0
             wanted += [key for block in self._evicted_next(self._ahead) if (key := self._keys.get(block)) is not None]
         found = []
         for key in wanted:
             held = self._held.get(key)
-            if held is not None and not held.saved:
+            if held is not None and not held.saved:  # not in the chain of an earlier one
                 found.append(self._chain(held))
         return found
 
@@ -137,9 +130,8 @@ class Lazy:
             held.saved = True
             above.append(held)
         above.reverse()
-        first = last.slot + 1 - len(above)
         blocks = [block for held in above for block in held.blocks]
-        return Due(last.state, first, list(keys[first : last.slot + 1]), blocks)
+        return Due(last.state, last.slot + 1 - len(above), last.slot + 1, blocks)
 
     def _holds(self, held: _Held) -> bool:
         """Whether the engine still has a block that may be in use: another connector may load into its memory, which

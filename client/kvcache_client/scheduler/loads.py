@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from kvcache_client.scheduler.cache import CacheLease, Counts
 from kvcache_client.scheduler.groups import FullAttention
-from kvcache_client.scheduler.request_state import RequestState
+from kvcache_client.scheduler.requests import RequestState
 from kvcache_client.step_plan import LoadJob
 
 PATIENCE = 1.0  # seconds in all that a request waits for others' loads
@@ -22,7 +22,7 @@ PAUSE = 10.0
 
 @dataclass(slots=True)
 class Load:
-    """`hashes` are those of the cached blocks that it loads whole; `last` is the last one of them.
+    """A load of `hashes`, the cached blocks that it loads whole; `last` is the last one of them.
 
     `coming` is the number of ranks that still receive its bytes although it has been reported, 0 for other loads.
     """
@@ -44,7 +44,6 @@ class Loads:
         self._group, self._block_bytes = group, block_bytes
         self.ended = 0
         self.jobs: list[LoadJob] = []
-        self._begun: list[tuple[str, int]] = []
         self._counters = counters
         self._running: dict[str, Load] = {}
         self._coming: dict[str, Load] = {}  # reported, but not complete yet
@@ -53,7 +52,6 @@ class Loads:
         self._paused_until = 0.0
 
     def __len__(self) -> int:
-        """Return the number of running loads."""
         return len(self._running)
 
     @property
@@ -61,36 +59,24 @@ class Loads:
         """Whether bytes of layered loads are coming, or may be."""
         return bool(self._coming) or any(load.coming for load in self._running.values())
 
-    def need(self, tokens: int) -> None:
-        """Count the tokens that the engine wants loaded."""
-        self._counters.add("needed_blocks", -(-tokens // self._group.slot_tokens))
-        self._counters.add("needed_bytes", tokens // self._group.block_tokens * self._block_bytes)
-
     def begin(
         self, jobs: Sequence[LoadJob], lease: CacheLease | None, hashes: Sequence[bytes], tokens: int, ranks: int = 0
     ) -> None:
-        """Note the load of a request, for the next plan. Without a lease, it is a load that fails.
+        """Note the load of `tokens` of a request, for the next plan. Without a lease, it is a load that fails.
 
         `ranks` is the number of ranks that report the end of a layered load separately.
         """
-        request = jobs[0].request
+        self._counters.add("needed_blocks", -(-tokens // self._group.slot_tokens))
+        self._counters.add("needed_bytes", tokens // self._group.block_tokens * self._block_bytes)
         self.jobs += jobs
-        if not ranks:
-            self._begun.append((request, tokens))
         blocks = {block for job in jobs for block in job.blocks}
         brings = hashes if lease is not None else ()
         last = brings[-1] if brings else b""
-        self._running[request] = Load(lease, blocks, frozenset(brings), last, tokens, coming=ranks)
+        self._running[jobs[0].request] = Load(lease, blocks, frozenset(brings), last, tokens, coming=ranks)
 
     def take_jobs(self) -> list[LoadJob]:
-        """Return the loads that no plan has yet."""
         jobs, self.jobs = self.jobs, []
         return jobs
-
-    def take_begun(self) -> list[tuple[str, int]]:
-        """Return the requests whose loads begin with the next plan, and how many tokens they load."""
-        begun, self._begun = self._begun, []
-        return begun
 
     def fail(self, invalid: set[int], requests: Collection[str] = ()) -> None:
         """Note that the device blocks `invalid`, or the loads of `requests`, did not arrive."""
@@ -153,7 +139,8 @@ class Loads:
         """
         if self._failures or not (self._running or self._landed):
             return False
-        if state.following.until and now >= state.following.until:
+        waits = state.waits
+        if waits.follows_until and now >= waits.follows_until:
             return False
         hashes = self._group.keys(state.request.hashes)[start // self._group.blocks_per_slot : hits]
         for request, load in (*self._running.items(), *self._landed.items()):
@@ -162,20 +149,21 @@ class Loads:
             if hashes[0] in load.hashes and request != state.id:
                 brought = next((at for at, name in enumerate(hashes) if name not in load.hashes), len(hashes))
                 if 2 * brought >= len(hashes):
-                    state.following.until = state.following.until or now + PATIENCE
-                    state.following.request, state.following.start = request, start
+                    waits.follows_until = waits.follows_until or now + PATIENCE
+                    waits.followed, waits.followed_at = request, start
                     return True
         return False
 
     def following(self, state: RequestState, start: int, now: float) -> bool:
         """Return True if `state`, which begins at device block `start` now, is to continue waiting."""
-        if not state.following.request:
+        waits = state.waits
+        if not waits.followed:
             return False
         if (
-            start == state.following.start  # else it has found blocks in the device's own cache
-            and now < state.following.until
-            and (state.following.request in self._running or state.following.request in self._landed)
+            start == waits.followed_at  # else it has found blocks in the device's own cache
+            and now < waits.follows_until
+            and (waits.followed in self._running or waits.followed in self._landed)
         ):
             return True
-        state.following.request = ""
+        waits.followed = ""
         return False

@@ -10,8 +10,9 @@ import math
 from kvcache_client.scheduler.cache import CacheNamespace, Counts
 from kvcache_client.scheduler.events import EngineEvents
 from kvcache_client.scheduler.groups import FullAttention
+from kvcache_client.scheduler.loads import Loads
 from kvcache_client.scheduler.notes import Notes
-from kvcache_client.scheduler.request_state import LookupResult, RequestState
+from kvcache_client.scheduler.requests import LookupResult, RequestState
 from kvcache_client.session.checksums import pick_sums
 from kvcache_proto.errors import KVCacheError
 
@@ -26,12 +27,7 @@ IDLE_SCHEDULES = 2  # schedules after which a lease that no load has taken is gi
 
 
 class Lookups:
-    """The lookups of one engine.
-
-    Attributes:
-        spent: seconds that they took in this schedule.
-        holding: requests whose lookup holds a lease, by name.
-    """
+    """`spent` are the seconds that lookups took in this schedule; `holding` are requests whose lookup holds a lease."""
 
     def __init__(
         self,
@@ -52,10 +48,8 @@ class Lookups:
         self._stalled: dict[bytes, float] = {}  # seconds that a block may be waited for after a vain wait
 
     def known(self, state: RequestState, limit: int, start: int, now: float) -> LookupResult | None:
-        """Return the result of the last lookup, None if `limit` cached blocks have to be looked up.
-
-        The engine has the first `start` blocks of its own.
-        """
+        """Return the result of the last lookup, None if `limit` cached blocks have to be looked up. The engine has the
+        first `start` blocks of its own."""
         lookup = state.lookup
         if lookup is None or (lookup.hits and not lookup.lease.id):  # its lease was given back
             return None
@@ -92,7 +86,7 @@ class Lookups:
             if self._stalled:
                 for name in keys[: lease.hits if lease.pending else lease.hits + 1]:  # the writer moved on, or is gone
                     self._stalled.pop(name, None)
-            if not state.blocks:  # else it was preempted, and leaves the chain that it has saved itself
+            if not state.tables[0]:  # else it was preempted, and leaves the chain that it has saved itself
                 state.progress.junction = lease.junction
             if self._events is not None and not lease.withheld:
                 # With tails, the blocks after the hits may be cached: they can be loaded from another boundary on.
@@ -101,48 +95,39 @@ class Lookups:
                 self._notes.note(state, "came", now)
         names = self._group.references(keys, lease.hits, had) if lease.sums else ()
         sums = pick_sums(self._verify, names, lease.sums, self._shards, lease.region_id)
-        awaited = keys[lease.hits] if lease.pending else b""
-        hits = self._group.usable(lease.hits)
+        awaited, hits = keys[lease.hits] if lease.pending else b"", self._group.usable(lease.hits)
         state.lookup = LookupResult(lease, limit, hits, now, sums=sums, had=had, awaited=awaited)
         if lease.id:
             self.holding[state.id] = state
         return state.lookup
 
     def worth_waiting(
-        self,
-        state: RequestState,
-        lookup: LookupResult,
-        start: int,
-        running_loads: int,
-        ended_loads: int,
-        patience: float,
-        now: float,
+        self, state: RequestState, lookup: LookupResult, start: int, loads: Loads, patience: float, now: float
     ) -> bool:
         """Return True if a request that computes from device block `start` on is to wait and be looked up again.
 
-        It waits for running loads to free some of the engine's pin quota, or for blocks that are being written, for at
+        It waits for running `loads` to free some of the engine's pin quota, or for blocks that are being written, at
         most `patience` seconds from now on. While the first of these blocks does not come, each wait for it is shorter.
         """
-        lease = lookup.lease
-        if lease.withheld and running_loads:
+        lease, waits = lookup.lease, state.waits
+        if lease.withheld and len(loads):
             # Running loads give their slots back soon; computing cached blocks takes longer.
-            state.waits.quota_until = state.waits.quota_until or now + min(QUOTA_WAIT, patience)
-            if now < state.waits.quota_until:
-                state.waits.loads_to_end = ended_loads + 1
+            waits.quota_until = waits.quota_until or now + min(QUOTA_WAIT, patience)
+            if now < waits.quota_until:
+                waits.loads_to_end = loads.ended + 1
                 self._counters.add("lookups_waited_for_quota")
                 return True
         if not lease.pending or (lease.hits + lease.pending) * self._group.blocks_per_slot <= start:
             return False
-        if not state.waits.pending_until:
+        if not waits.pending_until:
             longest = self._stalled.get(lookup.awaited, PENDING_WAIT if self._saves else PRODUCER_WAIT)
             wait = min(longest, patience)
-            state.waits.pending_until = now + wait
-            state.waits.pending = lookup.awaited, longest - wait / 2
+            waits.pending_until, waits.pending = now + wait, (lookup.awaited, longest - wait / 2)
             if not patience:
                 self._counters.add("waits_declined_slow")
-        if now < state.waits.pending_until:
+        if now < waits.pending_until:
             return True
-        name, left = state.waits.pending
+        name, left = waits.pending
         if name == lookup.awaited:
             self._stalled[name] = min(left, self._stalled.get(name, left))
             if len(self._stalled) > STALLED:
@@ -154,15 +139,13 @@ class Lookups:
 
         It is not looked up again before `state.waits.tier_until`, and waits no longer than `patience` in all.
         """
-        eta = lookup.lease.eta
-        if patience == math.inf:
-            patience = TIER_WAIT
-        state.waits.tier_asked = state.waits.tier_asked or now
-        if now + eta > state.waits.tier_asked + patience:
+        eta, waits = lookup.lease.eta, state.waits
+        waits.tier_asked = waits.tier_asked or now
+        if now + eta > waits.tier_asked + (TIER_WAIT if patience == math.inf else patience):
             self._counters.add("waits_declined_slow")
             return False
-        self._counters.add("lookups_waited_for_tier", int(now == state.waits.tier_asked))
-        state.waits.tier_until = now + max(eta, LEAST_WAIT)
+        self._counters.add("lookups_waited_for_tier", int(now == waits.tier_asked))
+        waits.tier_until = now + max(eta, LEAST_WAIT)
         return True
 
     def take(self, state: RequestState) -> LookupResult | None:
@@ -177,7 +160,6 @@ class Lookups:
         state.lookup = None
 
     def release(self, state: RequestState) -> None:
-        """Give the lease back."""
         if state.lookup is not None and state.lookup.lease.id:
             state.lookup.lease.release()
             self.holding.pop(state.id, None)

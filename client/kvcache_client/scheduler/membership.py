@@ -6,10 +6,11 @@ A reset may come with new weights, and a namespace names the weights. Other engi
 from __future__ import annotations
 
 import logging
+import threading
+import time
 from collections.abc import Callable, Collection, Mapping
 
 from kvcache_client.scheduler.cache import CacheNamespace, CacheSession
-from kvcache_client.scheduler.checkpoint import PATIENCE, CheckpointReading
 from kvcache_client.scheduler.events import EngineEvents
 from kvcache_client.settings import ConnectorSettings
 from kvcache_proto.errors import KVCacheError
@@ -18,18 +19,40 @@ from kvcache_proto.types import NamespaceSpec
 logger = logging.getLogger("vllm.kvcache.scheduler")
 
 
-class Membership:
-    """The membership of one engine.
+PATIENCE = 1.0  # seconds that requests wait for the digest; then they are served without the cache until it is known
 
-    Attributes:
-        namespace: the present one.
-        announced: the namespace that the ranks are to join with the next plan; None if they know it.
-        joining: ranks that have not joined it yet, because they cannot before a plan names it.
-        declined: the reason, by rank, of those that take no part in the cache.
-        unsettled: whether it is unknown, after a reset, which weights the engine has.
-        lost: whether the engine could not join a namespace after a reset, and shares nothing any more.
+
+class CheckpointReading:
+    """One reading of the engine's checkpoint after a reset of its cache, beside the engine's steps.
+
+    It begins when the engine has requests again: an engine is reset before it sleeps, and may wake with other files.
+    `found` is the digest: None until it is known, "" if it cannot be read.
     """
 
+    def __init__(self, digest: Callable[[], str]) -> None:
+        """`digest` returns the id of the checkpoint; it may read files, and raise."""
+        self._digest = digest
+        self._until = 0.0
+        self.found: str | None = None
+
+    def waits(self, now: float) -> bool:
+        """Begin if not begun yet; return whether requests are to wait for the digest."""
+        if not self._until:
+            self._until = now + PATIENCE
+            threading.Thread(target=self._look, name="kvcache-checkpoint", daemon=True).start()
+        return now < self._until
+
+    def _look(self) -> None:
+        began = time.monotonic()
+        try:
+            self.found = self._digest()
+        except Exception as error:  # noqa: BLE001  # a checkpoint that cannot be read counts as a different one
+            logger.warning("the checkpoint cannot be compared with the earlier one: %s", error)
+            self.found = ""
+        logger.debug("read the checkpoint in %.3f s", time.monotonic() - began)
+
+
+class Membership:
     def __init__(
         self,
         session: CacheSession,
@@ -43,13 +66,20 @@ class Membership:
         self._session, self._on_reset, self._events = session, settings.on_reset, events
         self._ceiling = settings.num_cpu_blocks * sum(group.block_bytes for group in spec.groups)
         self.namespace: CacheNamespace = session.attach(spec, (), self._ceiling)
-        self.announced: NamespaceSpec | None = spec
-        self.unsettled = self.lost = False
-        self.joining, self._joined_by = set(joining), 0.0
-        self.declined: dict[int, str] = {}
+        self.announced: NamespaceSpec | None = spec  # which the ranks are to join with the next plan
+        self.unsettled = False  # whether it is unknown, after a reset, which weights the engine has
+        self.lost = False  # whether it could not join a namespace after a reset, and shares nothing any more
+        self.joining = set(joining)  # ranks that have not joined yet, because they cannot before a plan names it
+        self._joined_by = 0.0
+        self.declined: dict[int, str] = {}  # the reason, by rank, of those that take no part in the cache
         self._read_checkpoint, self._weights_of = checkpoint, spec.identity.get("checkpoint", "")
         self._reading: CheckpointReading | None = None
         self._resets = 0
+
+    @property
+    def shares(self) -> bool:
+        """Whether the blocks of this engine are those of the namespace."""
+        return not (self.lost or self.declined or self.unsettled)
 
     def waits(self, now: float) -> bool:
         """Return True if requests are to wait a little: for ranks to join, or until the engine's weights are known."""

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from kvcache_client.scheduler.cache import CacheNamespace, Counts
-from kvcache_client.scheduler.request_state import RequestState
+from kvcache_client.scheduler.requests import RequestState
 from kvcache_proto.messages import Note
 from kvcache_proto.types import MAX_NAME
 
@@ -42,7 +42,6 @@ class Notes:
             self._counters.add("notes_dropped")
 
     def take(self, now: float) -> list[Note]:
-        """Return all notes, and forget them."""
         taken = [Note(request, cause, int((now - at) * 1000), hashes) for at, request, cause, hashes in self.entries]
         self.entries.clear()
         self._hashes = 0

@@ -1,16 +1,24 @@
-"""How long an engine takes to compute tokens, and to load them, measured in its own steps and loads. Pure.
+"""How long an engine takes to compute tokens and to load them, measured in its own steps and loads, and the decisions
+that follow: whether a hit is loaded, how long a request waits for blocks, and which loads overlap computation. Pure.
 
-Both are service times: how long a request keeps the device or the bus busy, not how long it waits for others. So a
-value near the least of the last minutes counts, when the least else was in the way. A mean would grow with the load of
-the engine.
+Service times are compared: how long a load keeps the bus busy, and how long computing keeps the device busy. Waiting is
+left out: a busy engine is short of device time, and a load saves that time even if it has to wait. So a value near the
+least of the last minutes counts, when the least else was in the way; a mean would grow with the load of the engine. A
+load only loses if the prompt is computed sooner than a step passes, or if its path has no page-locked memory.
+
+While too little is known, everything is loaded, and measurements are forgotten after some minutes: so an engine that
+declines its hits measures loads again.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
+from kvcache_client.scheduler.cache import Counts
+from kvcache_client.scheduler.requests import RequestState
 from kvcache_client.scheduler.views import StepView
 
 CHUNK = 16  # a request with this many tokens or more in a step computes its prompt, not generated tokens or drafts
@@ -18,6 +26,11 @@ LEAST_STEPS, LEAST_LOADS = 8, 4  # samples before anything is predicted
 SAMPLES, WINDOW_SECONDS = 32, 300.0  # that count: at most this many, and none that are older
 FARTHEST = 8  # times the tokens of the largest load are predicted, at most
 RUNNING = 16  # steps that an engine has in flight, at most
+MARGIN = 1.1  # a load may take this many times as long as the computation
+MARGIN_SECONDS = 0.0002  # that it may take in addition
+OFF_PATIENCE = 0.25  # seconds that a request may wait at least if the gate is off
+LEAST_SAVED = 0.002  # seconds that an overlap must save
+LONGEST_OVERLAP = 2.0  # times the computation, for a load
 
 
 class Samples:
@@ -67,10 +80,10 @@ class Pace:
     def step(self, number: int, step: StepView, now: float, learns: bool = True) -> bool:
         """Note that a step begins, and learn from it if `learns`; return whether its end is to be noted."""
         self._now = now
-        if not step.tokens:
+        self._steps += bool(step.tokens)
+        if step.tokens < len(step.scheduled) + CHUNK:  # all generate, as in most steps
             return False
-        self._steps += 1
-        tokens = _prompt_tokens(step)
+        tokens = sum(count for count in step.scheduled.values() if count >= CHUNK)
         if not tokens:
             return False
         if learns:
@@ -139,8 +152,62 @@ class Pace:
         return max(carried, min(seconds * max(1.0, tokens / count) for _, count, seconds in loads))
 
 
-def _prompt_tokens(step: StepView) -> int:
-    scheduled = step.scheduled
-    if step.tokens < len(scheduled) + CHUNK:  # all generate, as in most steps
-        return 0
-    return sum(count for count in scheduled.values() if count >= CHUNK)
+class Gate:
+    """Whether a hit is worth its load, and how long it is worth waiting for blocks that are on their way."""
+
+    def __init__(self, counters: Counts, is_on: bool, block_tokens: int = 1) -> None:
+        self.pace = Pace(block_tokens)
+        self._counters, self._is_on = counters, is_on
+
+    def admits(self, state: RequestState, begin: int, end: int) -> bool:
+        """Return True if tokens `begin` to `end` of a request are to be loaded. Decided once per request."""
+        if state.admitted is None:
+            state.admitted = not self._is_on or self._decide(begin, end)
+            self._counters.add("lookups_declined_slow", int(not state.admitted))
+        return state.admitted
+
+    def patience(self, begin: int, end: int) -> float:
+        """Return how many seconds a request may wait for its tokens `begin` to `end` before it loads them."""
+        compute = self.pace.computing(begin, end)
+        if compute is None:
+            return math.inf
+        return max(0.0 if self._is_on else OFF_PATIENCE, compute - (self.pace.loading(end - begin) or 0.0))
+
+    def _decide(self, begin: int, end: int) -> bool:
+        load, compute = self.pace.loading(end - begin), self.pace.computing(begin, end)
+        if load is None:
+            return True
+        if compute is None:
+            return not self.pace.is_carried
+        return load <= MARGIN * compute + MARGIN_SECONDS
+
+
+class Overlap:
+    """Which loads run while the rest of their requests is computed.
+
+    A request that has the engine to itself would first load, and then compute its rest. If both overlap, it takes only
+    as long as the slower one. Other requests that come meanwhile wait for the step, which the load may make longer: so
+    a load must not take much longer than the computation.
+    """
+
+    def __init__(self, pace: Pace, is_on: bool, ranks: int, step_tokens: int) -> None:
+        """`step_tokens` are the most that a step computes; `ranks` is the number that have to be ready."""
+        self._pace, self._is_on, self._step_tokens = pace, is_on, step_tokens
+        self.ranks = ranks
+        self._ready: dict[int, bool] = {}
+
+    def ranks_ready(self, changed: Mapping[int, bool]) -> None:
+        """Note, by rank, whether the engine announces its layers."""
+        self._ready |= changed
+
+    def wins(self, begin: int, end: int, tokens: int) -> bool:
+        """Return True if tokens `begin` to `end` of a request are to be loaded while those up to `tokens` are computed.
+
+        Not before both times are known, nor if threads carry the bytes: the engine's own threads would wait for them.
+        """
+        if not self._is_on or sum(self._ready.values()) < self.ranks or self._pace.is_carried:
+            return False
+        load, compute = self._pace.loading(end - begin), self._pace.computing(end, min(tokens, end + self._step_tokens))
+        if load is None or compute is None:
+            return False
+        return min(load, compute) >= LEAST_SAVED and load <= LONGEST_OVERLAP * compute

@@ -11,12 +11,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from kvcache_client.scheduler.cache import CacheNamespace, CacheReservation, CacheTicket, Counts
-from kvcache_client.scheduler.demand import Demand
 from kvcache_client.scheduler.events import EngineEvents
 from kvcache_client.scheduler.groups import FullAttention, SeveralGroups
 from kvcache_client.scheduler.lazy import Lazy
 from kvcache_client.scheduler.notes import Notes
-from kvcache_client.scheduler.request_state import PAUSE, RequestState
+from kvcache_client.scheduler.requests import PAUSE, RequestState
 from kvcache_client.session.breaker import Backoff
 from kvcache_client.session.checksums import chosen
 from kvcache_client.step_plan import SHIPPED, SaveJob, pick_refs
@@ -26,6 +25,7 @@ from kvcache_proto.types import MAX_BLOCKS, Outcome
 
 INSIST = 2.0  # seconds that blocks are kept while every Reserve is refused as a whole
 FIRST_RETRY, LAST_RETRY = 0.005, 5.0  # seconds between two refused attempts; doubled each time
+DEMANDED = 1 << 16  # cached blocks whose requests are counted: those that were requested last
 _ADVANCES = {"present", "in_flight"}
 _OPERATORS = {"quota"}  # refusals that an operator can remedy; "no_space" mostly concerns blocks of little value
 
@@ -94,6 +94,31 @@ class _Refusals:
         return True
 
 
+class Demand:
+    """Counts how many requests of this engine asked for each cached block, for `min_hits`."""
+
+    def __init__(self, group: FullAttention, least: int) -> None:
+        """A block that fewer than `least` requests asked for is not saved; 0 is no limit."""
+        self._group, self._least = group, least
+        self._counts: dict[bytes, int] = {}  # in the order of their last request
+
+    def ask(self, state: RequestState) -> None:
+        """Count a request once, and limit how much of it is saved. Blocks that it wants retained are saved anyway."""
+        request = state.request
+        if self._least < 2 or state.counted:
+            return
+        state.counted = True
+        enough = 0
+        for at, key in enumerate(self._group.prompt_keys(request)):
+            count = self._counts[key] = self._counts.pop(key, 0) + 1
+            if count >= self._least and at == enough:
+                enough += 1
+        while len(self._counts) > DEMANDED:
+            del self._counts[next(iter(self._counts))]
+        if (request.hint is None or request.hint.retained is None) and state.progress.limit is None:
+            state.progress.limit, state.progress.limited_by = enough, "min_hits"
+
+
 class Saves:
     """Requested reservations, and jobs that ranks have. `waiting` are reservations without an answer."""
 
@@ -113,44 +138,38 @@ class Saves:
         `demand` limits the saves. With `lazy`, full blocks wait there until they are due.
         """
         self.waiting: list[_Sent] = []
+        self.demand, self.lazy = demand, lazy
         self._group, self._verify = group, verify
         self._counters, self._notes, self._events, self._clock = counters, notes, events, clock
         self._next: list[_Asked] = []
-        self._demand, self._lazy = demand, lazy
         self._shipped: dict[tuple[int, int], tuple[str, list[bytes]]] = {}  # by reservation and first position
         self._refusals = _Refusals()
-
-    def asked_for(self, state: RequestState) -> None:
-        """Count a request among those that ask for its blocks, and limit its saves accordingly."""
-        self._demand.ask(state)
 
     def ask(self, state: RequestState, computed: int, before: int) -> None:
         """Note the blocks of `state` that are full once `computed` tokens are computed, for the next `send`.
 
         At least `before` of its tokens were computed when the engine last gave away blocks behind a window.
         """
-        request, group, first = state.request, self._group, state.progress.saved
-        full = group.full(request, computed)
-        if state.progress.limit is not None:
-            full = min(full, state.progress.limit)
-        if full <= first or request.uncacheable or state.barred or state.loading:
+        request, group, progress = state.request, self._group, state.progress
+        first, full = progress.saved, group.full(request, computed)
+        if progress.limit is not None:
+            full = min(full, progress.limit)
+        if full <= first or request.uncacheable or state.barred or state.loading or self._paused(state):
             return
-        if state.progress.retry_at and self._clock() < state.progress.retry_at:
-            return
-        if self._lazy is not None:
-            self._lazy.hold(state, first, full)
-            state.progress.saved = full
+        if self.lazy is not None:
+            self.lazy.hold(state, first, full)
+            progress.saved = full
             return
         keys = group.keys(request.hashes)
         if group.has_full:
             blocks = group.slot_blocks(state.tables, first, full)
             if len(blocks) < (full - first) * group.columns(0):
                 return
-            self._ask_run(state, first, list(keys[first:full]), keys[first - 1] if first else None, blocks)
-        state.progress.saved = full
+            self._ask_run(state, keys, first, full, blocks)
+        progress.saved = full
         if isinstance(group, SeveralGroups):
             for number in group.tails:
-                wanted = group.tail_slots(number, request, first, full, state.progress.limit, state.progress.junction)
+                wanted = group.tail_slots(number, request, first, full, progress.limit, progress.junction)
                 self._ask_tail(state, keys, number, group.tail_blocks(number, state.tables, wanted, before))
 
     def ask_states(self, state: RequestState, offers: Sequence[tuple[int, int, int]]) -> None:
@@ -163,20 +182,25 @@ class Saves:
             return
         if group.prompt_only:
             slots = min(slots, request.prompt_tokens // group.slot_tokens)
-        if not (state.progress.retry_at and self._clock() < state.progress.retry_at):
+        if not self._paused(state):
             for number, slot, blocks in group.state_slots(offers):
                 if slot < slots:
                     self._ask_tail(state, group.keys(request.hashes), number, {slot: blocks})
 
-    def _ask_run(
-        self, state: RequestState, first: int, names: list[bytes], above: bytes | None, blocks: list[int]
-    ) -> None:
-        """Note the blocks of a request from number `first` on, below `above`; each has the same number of `blocks`."""
-        columns = len(blocks) // len(names)
-        for at in range(0, len(names), MAX_BLOCKS):
-            run = Run(names[at : at + MAX_BLOCKS], names[at - 1] if at else above)
-            theirs = blocks[at * columns : (at + MAX_BLOCKS) * columns]
-            self._next.append(_Asked(state, first + at, run, theirs, len(run.hashes)))
+    def ask_due(self) -> None:
+        """Note the lazy saves that are due, for the next `send`."""
+        for due in self.lazy.due() if self.lazy is not None else ():
+            keys = self._group.keys(due.state.request.hashes)
+            self._ask_run(due.state, keys, due.first, due.end, due.blocks)
+
+    def _ask_run(self, state: RequestState, keys: Sequence[bytes], first: int, end: int, blocks: list[int]) -> None:
+        """Note the cached blocks of a request from `first` to `end`; each has the same number of device `blocks`."""
+        columns = len(blocks) // (end - first)
+        for slot in range(first, end, MAX_BLOCKS):
+            hashes = list(keys[slot : min(end, slot + MAX_BLOCKS)])
+            theirs = blocks[(slot - first) * columns : (slot - first + MAX_BLOCKS) * columns]
+            run = Run(hashes, keys[slot - 1] if slot else None)
+            self._next.append(_Asked(state, slot, run, theirs, len(hashes)))
 
     def _ask_tail(self, state: RequestState, keys: Sequence[bytes], number: int, slots: dict[int, list[int]]) -> None:
         wanted = list(slots)
@@ -185,6 +209,9 @@ class Saves:
             run = Run([keys[slot] for slot in part], None, number)
             blocks = [block for slot in part for block in slots[slot]]
             self._next.append(_Asked(state, 0, run, blocks, len(part), tail=True))
+
+    def _paused(self, state: RequestState) -> bool:
+        return bool(state.progress.retry_at) and self._clock() < state.progress.retry_at
 
     def unsaved(self, state: RequestState, computed: int, up: bool) -> tuple[str, Sequence[bytes]]:
         """Return the reason that blocks of an ending request were not reserved, and their hashes; "" if all were."""
@@ -195,43 +222,13 @@ class Saves:
             return "", ()
         if state.barred:
             return "weights", hashes
-        if state.progress.retry_at and self._clock() < state.progress.retry_at:
+        if self._paused(state):
             return "paused", hashes
         if not up:
             return "down", hashes
         if state.progress.limit is not None:
             return state.progress.limited_by, hashes
         return ("save_prompt" if self._group.prompt_only else ""), hashes
-
-    # Events of device blocks, for lazy saves.
-
-    def given(self, blocks: Iterable[int]) -> None:
-        """Note device blocks that get other content in the step that is being planned."""
-        if self._lazy is not None:
-            self._lazy.given(blocks)
-
-    def found(self, state: RequestState, tokens: int) -> None:
-        """Note that a request begins with `tokens` tokens on the device."""
-        if self._lazy is not None:
-            self._lazy.found(state, tokens)
-
-    def ending(self, state: RequestState) -> None:
-        """Note that a request gives its device blocks back, and the blocks that are due then, for the next `send`."""
-        if self._lazy is not None:
-            self._lazy.ending(state)
-            self.ask_due()
-
-    def reset(self) -> None:
-        """Give back reservations that no rank has; the weights may have changed."""
-        self.drop()
-        if self._lazy is not None:
-            self._lazy.forget()
-
-    def ask_due(self) -> None:
-        """Note the blocks that are due, for the next `send`."""
-        for due in self._lazy.due() if self._lazy is not None else ():
-            above = self._group.keys(due.state.request.hashes)[due.first - 1] if due.first else None
-            self._ask_run(due.state, due.first, due.hashes, above, due.blocks)
 
     def send(self, namespace: CacheNamespace) -> None:
         """Send the noted blocks: one Reserve for all that one step fills, unless they are too many for one."""
@@ -240,13 +237,15 @@ class Saves:
             while count < len(self._next) and (not count or hashes + self._next[count].whole <= MAX_BLOCKS):
                 hashes += self._next[count].whole
                 count += 1
-            asked, self._next = self._next[:count], self._next[count:]
-            self.waiting.append(_Sent(namespace, asked))
-            self._send(self.waiting[-1], self._clock())
+            sent = _Sent(namespace, self._next[:count])
+            self._next = self._next[count:]
+            self.waiting.append(sent)
+            self._send(sent, self._clock())
 
-    def _send(self, sent: _Sent, now: float) -> None:
+    def _send(self, sent: _Sent, now: float) -> CacheTicket | None:
         if self._refusals.may_send(now):
             sent.ticket = sent.namespace.reserve_runs_later([each.run for each in sent.asked])
+        return sent.ticket
 
     def answers(self, given: list[int], wait: float | None) -> list[SaveJob]:
         """Turn the answers that have come, or come within `wait` seconds, into jobs; with `wait`, cancel the rest.
@@ -307,46 +306,46 @@ class Saves:
 
         `places` in the run were granted, as the reservation's blocks from `first` on.
         """
-        slot, group = self._group.columns(asked.run.group), asked.run.group
-        whole = [place for place in places if place < asked.whole and place not in asked.gone]
-        kept = [first + at for at, place in enumerate(places) if place < asked.whole and place not in asked.gone]
+        sound = [
+            (first + at, place) for at, place in enumerate(places) if place < asked.whole and place not in asked.gone
+        ]
+        kept, whole = [position for position, _ in sound], [place for _, place in sound]
         if len(kept) < len(places):
-            dropped = [first + at for at in range(len(places)) if first + at not in kept]
+            dropped = [position for position in range(first, first + len(places)) if position not in kept]
             self._counters.add("saves_dropped", len(dropped))
             every = range(namespace.spec.shards)
             namespace.settle(reservation.id, Outcome.NEVER_STARTED, dropped, every, reservation.region_id)
         if not kept:
             return None
-        blocks = [block for place in whole for block in asked.blocks[place * slot : (place + 1) * slot]]
-        refs = pick_refs(reservation.packed, kept)
-        if self._events is not None and not asked.tail:
-            for position, place in zip(kept, whole, strict=True):
-                slot_number = asked.first + place
-                self._events.shipped(reservation.region_id, reservation.id, position, asked.state.request, slot_number)
+        group = asked.run.group
+        columns = self._group.columns(group)
+        blocks = [block for place in whole for block in asked.blocks[place * columns : (place + 1) * columns]]
         hashes = [asked.run.hashes[place] for place in whole]
         if not asked.tail:
+            if self._events is not None:
+                for position, place in sound:
+                    self._events.shipped(
+                        reservation.region_id, reservation.id, position, asked.state.request, asked.first + place
+                    )
             self._shipped[reservation.id, kept[0]] = asked.state.id, hashes
             if len(self._shipped) > SHIPPED:
                 del self._shipped[next(iter(self._shipped))]
-        summed = chosen(self._verify, hashes, reservation.region_id)
+        refs, summed = pick_refs(reservation.packed, kept), chosen(self._verify, hashes, reservation.region_id)
         return SaveJob(asked.state.id, reservation.region_id, reservation.id, kept, refs, blocks, summed, group)
 
     def _answer(self, sent: _Sent, until: float | None) -> CacheReservation | None:
         """Return the answer if it has come, or comes until then; if it is a refusal as a whole, `ticket` is None."""
         now = self._clock()
-        if sent.ticket is None:
-            self._send(sent, now)
-        if sent.ticket is None:
+        ticket = sent.ticket or self._send(sent, now)
+        if ticket is None:
             return None
         try:
-            reservation = sent.ticket.poll()
-            if reservation is None and until is not None:
-                reservation = sent.ticket.wait(max(0.0, until - now))
+            reservation = ticket.poll()
+            return ticket.wait(max(0.0, until - now)) if reservation is None and until is not None else reservation
         except KVCacheError as error:
             sent.ticket = None
             self._refusals.add(str(error), self._clock())
             return None
-        return reservation
 
     def _refuse(self, sent: _Sent) -> None:
         self._counters.warn("saves_refused", f"saves are refused: {self._refusals.why}")
@@ -362,9 +361,8 @@ class Saves:
                     self._counters.warn(f"saves_{why}", f"blocks are not saved: {why} (see `kvcache-server status`)")
                 else:
                     self._counters.add(f"saves_{why}")
-                if asked.tail:  # the chain's own run decides when to go on
-                    return
-                asked.state.progress.refuse(asked.first + at, why, self._clock())
+                if not asked.tail:  # for a tail, the chain's own run decides when to go on
+                    asked.state.progress.refuse(asked.first + at, why, self._clock())
                 return
         if not asked.tail:
             asked.state.progress.pause = PAUSE

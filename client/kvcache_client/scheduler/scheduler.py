@@ -11,25 +11,22 @@ import msgspec
 from kvcache_client.scheduler.admission import Admission
 from kvcache_client.scheduler.cache import CacheSession
 from kvcache_client.scheduler.canaries import Canaries
-from kvcache_client.scheduler.demand import Demand
 from kvcache_client.scheduler.events import EngineEvents
-from kvcache_client.scheduler.facts import EngineFacts
-from kvcache_client.scheduler.gate import Gate
-from kvcache_client.scheduler.groups import Found
+from kvcache_client.scheduler.groups import Found, FullAttention, SeveralGroups
 from kvcache_client.scheduler.hints import Hints
+from kvcache_client.scheduler.lazy import Lazy
 from kvcache_client.scheduler.loads import Loads
 from kvcache_client.scheduler.lookups import Lookups
 from kvcache_client.scheduler.membership import Membership
 from kvcache_client.scheduler.notes import Notes
-from kvcache_client.scheduler.overlap import Overlap
-from kvcache_client.scheduler.request_state import LookupResult, RequestState
-from kvcache_client.scheduler.requests import Requests
-from kvcache_client.scheduler.saves import Saves
+from kvcache_client.scheduler.pace import Gate, Overlap
+from kvcache_client.scheduler.requests import LookupResult, Requests, RequestState
+from kvcache_client.scheduler.saves import Demand, Saves
 from kvcache_client.scheduler.summary import Summary
-from kvcache_client.scheduler.views import BlockTables, RequestView, StepView
+from kvcache_client.scheduler.views import BlockTables, EngineFacts, RequestView, StepView
 from kvcache_client.session.counters import LoggedCounters
 from kvcache_client.settings import ConnectorSettings
-from kvcache_client.step_plan import NOTHING, CheckJob, LoadJob, SaveJob, StepPlan
+from kvcache_client.step_plan import NOTHING, CheckJob, LoadJob, Report, SaveJob, StepPlan
 from kvcache_proto.types import NamespaceSpec
 
 logger = logging.getLogger("vllm.kvcache.scheduler")
@@ -38,10 +35,7 @@ logger = logging.getLogger("vllm.kvcache.scheduler")
 class Scheduler:
     """Called only by the engine's scheduler thread; never raises because of the daemon.
 
-    Attributes:
-        events: the blocks that the engine may load from the cache, if these are to be reported; else None.
-        gate: decides whether hits are worth their loads, and keeps the measurements for that.
-        overlap: decides which loads run while the rest of their requests is computed.
+    `events` are the changes of the blocks that the engine may load from the cache, if these are to be reported.
     """
 
     def __init__(
@@ -55,7 +49,7 @@ class Scheduler:
         """`clock` returns seconds, and never goes back."""
         block_bytes = spec.groups[0].block_bytes
         self._session, self._clock, self._engine = session, clock, engine
-        self._group = group = engine.group(spec, settings)
+        self._group = group = _group_rules(engine, spec, settings)
         self._counters = counters = LoggedCounters(logger)
         self.events = EngineEvents(group, engine.describe) if engine.describe and group.has_full else None
         self.gate = Gate(counters, settings.gate == "auto", group.block_tokens)
@@ -69,7 +63,12 @@ class Scheduler:
             self._admission = Admission(
                 counters, engine.device_blocks, engine.tables, engine.lookahead, engine.in_order
             )
-        demand, lazy = Demand(group, settings.min_hits), engine.lazy(settings, group, counters)
+        lazy = None
+        if settings.save_mode == "lazy" and engine.evicted_next is not None:
+            # The blocks that the next step may give away, and as many again: a save takes a step.
+            ahead = 2 * engine.step_tokens // engine.block_tokens
+            lazy = Lazy(group, ahead, engine.evicted_next, engine.hash_of, counters)
+        demand = Demand(group, settings.min_hits)
         self._saves = Saves(group, settings.verify, counters, self._notes, self.events, clock, demand, lazy)
         self._hints = Hints(group, counters)
         self._canaries = Canaries(group, settings.canary_every if group.has_full else 0, block_bytes)
@@ -104,14 +103,12 @@ class Scheduler:
             return None, False
         if state.barred and computed == 0:
             state.barred = False
-        reason = self._no_lookup(state, computed, now)
-        if reason:
+        if reason := self._no_lookup(state, computed, now):
             self._counters.add(f"lookups_declined_{reason}" if reason != "not_wanted" else "lookups_not_wanted")
             return self._decline(state, reason, now)
         if state.admitted is False:
             return 0, False
-        limit = self._group.loadable(request)
-        start = computed // self._group.block_tokens
+        limit, start = self._group.loadable(request), computed // self._group.block_tokens
         if limit * self._group.blocks_per_slot <= start or self._canaries.again(state, start):
             self._lookups.forget(state)
             return 0, False
@@ -155,8 +152,8 @@ class Scheduler:
         if coming := lease.pending + lease.withheld:
             wanted = min(lease.hits + coming, limit) * tokens
             patience = self.gate.patience(computed, wanted) if wanted > computed else 0.0
-            start, loads = computed // self._group.block_tokens, self._loads
-            if self._lookups.worth_waiting(state, lookup, start, len(loads), loads.ended, patience, now):
+            start = computed // self._group.block_tokens
+            if self._lookups.worth_waiting(state, lookup, start, self._loads, patience, now):
                 return True
         if not lease.eta:
             return False
@@ -194,16 +191,13 @@ class Scheduler:
 
     # Loads.
 
-    def allocated(self, request: RequestView, blocks: Sequence[int], external: int, others: BlockTables = ()) -> None:
-        """Note that `request` has device `blocks`, and that `external` tokens of them are to be loaded.
-
-        `others` are its blocks in the engine's further groups.
-        """
+    def allocated(self, request: RequestView, tables: BlockTables, external: int) -> None:
+        """Note that `request` has the device blocks in `tables`; `external` tokens of them are to be loaded."""
         state = self._track(request)
-        state.blocks, state.others = list(blocks), [list(more) for more in others]
+        state.tables = [list(table) for table in tables]
         if request.hint is not None and self._may_hint:
             self._hints.retain(state, self._membership.namespace)
-        self._saves.asked_for(state)
+        self._saves.demand.ask(state)
         if state.lookup is not None and not state.logged:
             state.logged = True
             found = state.lookup.hits * self._group.slot_tokens
@@ -218,35 +212,38 @@ class Scheduler:
             return
         if self._admission is not None:
             self._admission.hold(state)
-        lookup = self._lookups.take(state)
-        group, count = self._group, external // self._group.block_tokens
-        self._loads.need(external)
-        # The engine waits for this load in any case: without a lease, it is a load that fails.
-        lease, jobs = lookup.lease if lookup is not None else None, []
+        self._load(state, external)
+
+    def _load(self, state: RequestState, external: int) -> None:
+        """Begin the load that the engine waits for in any case: without a lease, it is a load that fails."""
+        request, group, start = state.request, self._group, state.start
+        lookup, count = self._lookups.take(state), external // group.block_tokens
+        lease, jobs, ranks = lookup.lease if lookup is not None else None, [], 0
         if lookup is not None and lease is not None and not (group.tails and external % group.block_tokens):
             slots = Found(lease.region_id, lease.packed, lease.hits, lookup.had, lookup.sums)
-            jobs = group.cut_loads(request.id, slots, state.tables, state.start, count)
+            jobs = group.cut_loads(request.id, slots, state.tables, start, count)
+            if jobs and self._overlaps(state, lookup, external):
+                ranks, jobs = self.overlap.ranks, [msgspec.structs.replace(job, layered=True) for job in jobs]
         if not jobs:
             if lease is not None:  # the engine wants to continue at a boundary that was not leased
                 self._counters.add("loads_of_another_boundary")
                 lease.release()
-            lease, jobs = None, [LoadJob(request.id, b"", b"", state.blocks[state.start : state.start + count])]
-        begin, end = state.start // group.blocks_per_slot, (state.start + count) // group.blocks_per_slot
-        ranks = 0
-        if lease is not None and self._overlaps(state, lookup, external):
-            ranks, jobs = self.overlap.ranks, [msgspec.structs.replace(job, layered=True) for job in jobs]
-        self._loads.begin(jobs, lease, group.keys(request.hashes)[begin:end], external, ranks)
+            lease, jobs = None, [LoadJob(request.id, b"", b"", state.tables[0][start : start + count])]
+        keys = group.keys(request.hashes)[start // group.blocks_per_slot : (start + count) // group.blocks_per_slot]
+        self._loads.begin(jobs, lease, keys, external, ranks)
+        if not ranks:
+            self.gate.pace.load_began(request.id, external, self._clock())
         state.loading = True
 
-    def _overlaps(self, state: RequestState, lookup: LookupResult | None, external: int) -> bool:
+    def _overlaps(self, state: RequestState, lookup: LookupResult, external: int) -> bool:
         """Return True if a request is to be computed while it loads: its engine has nothing else to do, and nothing,
         such as a checksum, can fail once the load has begun."""
-        if self._group.tails or lookup is None or lookup.sums or len(self._loads) or self._loads.are_coming:
+        if self._group.tails or lookup.sums or len(self._loads) or self._loads.are_coming:
             return False
         begin = state.start * self._group.block_tokens
         if not self.overlap.wins(begin, begin + external, state.request.tokens):
             return False
-        return not any(other.blocks for other in self._requests if other is not state)
+        return not any(other.tables[0] for other in self._requests if other is not state)
 
     def ended(self, received: Sequence[str], invalid: set[int], failed: Collection[str] = ()) -> None:
         """Note that every rank has ended the loads of `received`.
@@ -258,10 +255,10 @@ class Scheduler:
             self._loads.fail(invalid, failed)
         for request_id in received:
             load = self._loads.end(request_id, now)
-            if load is not None:
-                self.gate.pace.load_ended(request_id, load.failed, now)
-            state = self._requests.get(request_id) if load is not None else None
-            if load is not None and state is not None:
+            if load is None:
+                continue
+            self.gate.pace.load_ended(request_id, load.failed, now)
+            if (state := self._requests.get(request_id)) is not None:
                 state.loading = False
                 if load.failed:
                     state.load_failed, state.progress.saved = True, 0
@@ -271,19 +268,21 @@ class Scheduler:
         """Note the ranks' copies since the last call, for the summary in the log."""
         self._summary.copied(counts)
 
-    def step_ended(self, timed: Sequence[int]) -> None:
-        """Note that a step has ended on all ranks; `timed` are the numbers of its plans that are timed."""
-        self.gate.pace.ended(timed, self._clock())
-
-    def arrived(self, loads: Sequence[tuple[str, float]]) -> None:
-        """Note layered loads that are complete on a rank, and the seconds that the copies took."""
-        for request_id, seconds in loads:
+    def reported(self, report: Report) -> None:
+        """Take the ranks' report on a step, which has ended on all of them."""
+        pace = self.gate.pace
+        pace.ended(report.timed, self._clock())
+        if report.declined and self._membership.ranks_declined(report.declined):
+            self._saves.drop()
+        pace.carried(report.carried)
+        self._saves.given_away(report.given_away)
+        self.overlap.ranks_ready(report.ready)
+        for request_id, seconds in report.arrived:
             if tokens := self._loads.arrived(request_id):
-                self.gate.pace.arrived(tokens, seconds)
-
-    def given_away(self, jobs: Sequence[tuple[int, int]]) -> None:
-        """Note saves, by reservation and first position, not begun by a rank when their blocks were given away."""
-        self._saves.given_away(jobs)
+                pace.arrived(tokens, seconds)
+        if self.events is not None:
+            for verdicts in report.verdicts:
+                self.events.settled(verdicts)
 
     # One step.
 
@@ -295,34 +294,27 @@ class Scheduler:
     ) -> StepPlan:
         """Return the ranks' jobs for `step`. Called once per schedule.
 
-        Args:
-            states: states at boundaries that the step makes, by request: (the engine's group, device block, tokens).
-            written: device blocks that the step writes to before it computes, whether or not they belong to a request.
+        `states` are those at boundaries that the step makes, by request: (the engine's group, device block, tokens).
+        `written` are device blocks that it writes to before it computes, whether or not they belong to a request.
         """
         self._step += 1
         self._lookups.spent = 0.0
         if self._admission is not None:
             self._admission.scheduled(step.scheduled)
         self._loads.scheduled()
-        now = self._clock()
-        for request_id, tokens in self._loads.take_begun():
-            self.gate.pace.load_began(request_id, tokens, now)
-        timed = self.gate.pace.step(self._step, step, now, learns=not self._loads.are_coming)
-        membership = self._membership
+        timed = self.gate.pace.step(self._step, step, self._clock(), learns=not self._loads.are_coming)
+        membership, requests = self._membership, self._requests
         if membership.unsettled:
             membership.settle()
         if self._notes.entries:
             self._send_notes()
-        if not (
-            self._requests
-            or self._saves.waiting
-            or self._canaries.due
-            or self._requests.has_finished
-            or membership.announced
-        ):
+        if not (requests or self._saves.waiting or self._canaries.due or requests.finished or membership.announced):
             return StepPlan(self._step, timed=True) if timed else NOTHING
         loads = self._loads.take_jobs() if self._loads.jobs else []
-        given = self._given(step, written, loads)
+        # Device blocks that get other contents with the step.
+        given = [*requests.follow(step), *written, *(block for load in loads for block in load.blocks)]
+        if self._saves.lazy is not None:
+            self._saves.lazy.given(given)
         # An idle step may be the last one before the engine sleeps: it waits a little for a healthy daemon, and leaves
         # no answer behind that no step would take.
         wait = None if step.tokens else self._session.deadline if self._session.up else 0.0
@@ -332,53 +324,39 @@ class Scheduler:
         saving = (membership.announced is None or self._step == 1) and self._may_save
         self._advance(step, saving)
         if saving:
-            self._send_saves(step, states or {})
+            for request_id, offers in states.items() if states else ():
+                if (state := self._requests.get(request_id)) is not None:
+                    self._saves.ask_states(state, offers)
+            if step.tokens:
+                self._saves.ask_due()
+            self._saves.send(membership.namespace)
         if self._lookups.holding:
             self._lookups.give_back_idle(self._step)
         guarded = self._guarded(given, [*saves, *checks])
         for load in loads:
             if load.layered:  # a request that is aborted gives its blocks away while they are being filled
                 self._being_read.update(load.blocks)
-        finished = self._requests.take_finished(self._saves.concerned()) if self._requests.has_finished else []
+        finished = requests.take_finished(self._saves.concerned()) if requests.finished else []
         if not (saves or loads or guarded or finished or checks or membership.announced or timed):
             return NOTHING
         plan = StepPlan(self._step, saves, guarded, loads, finished, membership.announced, checks, timed=timed)
         membership.announced = None
         return plan
 
-    def _given(self, step: StepView, written: Sequence[int], loads: Sequence[LoadJob]) -> list[int]:
-        """Return the device blocks that get other contents with `step`, and note their new requests."""
-        given = self._requests.follow(step)
-        given.extend(written)
-        for load in loads:
-            given.extend(load.blocks)
-        self._saves.given(given)
-        return given
-
-    def _send_saves(self, step: StepView, states: Mapping[str, Sequence[tuple[int, int, int]]]) -> None:
-        """Reserve room for the blocks to be saved, with `states` as in `plan`."""
-        for request_id, offers in states.items():
-            if (state := self._requests.get(request_id)) is not None:
-                self._saves.ask_states(state, offers)
-        if step.tokens:
-            self._saves.ask_due()
-        self._saves.send(self._membership.namespace)
-
     def _advance(self, step: StepView, saving: bool) -> None:
         """Note each request's computed tokens at the end of `step`: full blocks are saved, due ones are compared."""
         requests, scheduled, slot_tokens = self._requests, step.scheduled, self._group.slot_tokens
         for request_id, before in zip(step.running, step.computed, strict=True):
-            state = requests.get(request_id)
-            if state is not None:
+            if (state := requests.get(request_id)) is not None:
                 computed = before + scheduled[request_id]
                 if state.canary is not None:
                     self._canaries.computed(state, computed)
                 if saving and computed // slot_tokens > state.progress.saved:  # few tokens fill a block
                     self._saves.ask(state, computed, before)
         for new in step.started:
-            state = requests.get(new.request)
-            if state is not None:
-                self._saves.found(state, new.computed)
+            if (state := requests.get(new.request)) is not None:
+                if self._saves.lazy is not None:
+                    self._saves.lazy.found(state, new.computed)
                 computed = new.computed + scheduled[new.request]
                 self._canaries.computed(state, computed)
                 if saving:
@@ -396,8 +374,7 @@ class Scheduler:
 
     def finished(self, request_id: str, computed: int) -> None:
         """Save the blocks that a request's last step has filled; the engine may take them back at once."""
-        state = self._requests.finish(request_id)
-        if state is None:
+        if (state := self._requests.finish(request_id)) is None:
             return
         # Saves may keep the request as long as the device has its blocks: without the engine's own object, unless
         # events have to describe them.
@@ -407,10 +384,11 @@ class Scheduler:
         if self._admission is not None:
             self._admission.leave((request_id,))
         self._canaries.computed(state, computed)
-        may_save = self._may_save
-        if may_save:
+        if may_save := self._may_save:
             self._saves.ask(state, computed, computed)
-            self._saves.ending(state)
+            if self._saves.lazy is not None:
+                self._saves.lazy.ending(state)
+                self._saves.ask_due()
             self._saves.send(self._membership.namespace)
         if state.request.hint is not None and self._may_hint:
             self._hints.finished(state, self._membership.namespace)
@@ -423,21 +401,18 @@ class Scheduler:
 
     # The rest.
 
-    def ranks_declined(self, changed: Mapping[int, str]) -> None:
-        """Note the ranks that take no part in the cache, with the reason; "" for one that does again."""
-        if self._membership.ranks_declined(changed):
-            self._saves.drop()
-
     def reset(self) -> bool:
         """The weights may have changed: act according to `on_reset`. Return True if the engine still shares blocks.
 
         Requested jobs that have not begun are dropped: the device memory that they would read from may be unmapped
         before the next step, because sleep resets first.
         """
-        self._saves.reset()
+        self._saves.drop()
+        if self._saves.lazy is not None:
+            self._saves.lazy.forget()
         for state in self._requests:
             self._bar(state)
-        self._canaries.forget()
+        self._canaries.due.clear()
         self._loads.forget()
         return self._membership.reset()
 
@@ -460,16 +435,13 @@ class Scheduler:
 
     @property
     def _may_hint(self) -> bool:
-        """Whether the blocks of this engine are those of the namespace."""
-        return self._group.has_full and not (
-            self._membership.lost or self._membership.declined or self._membership.unsettled
-        )
+        return self._group.has_full and self._membership.shares
 
     @property
     def _may_save(self) -> bool:
         """Whether a Reserve that is sent now can be answered; right after a reset the namespace is not joined yet."""
         membership = self._membership
-        if membership.declined or membership.lost or membership.unsettled or membership.joining:
+        if not membership.shares or membership.joining:
             return False
         return self._engine.saves and self._session.up and membership.namespace.attached
 
@@ -478,8 +450,7 @@ class Scheduler:
             self._notes.send(self._membership.namespace, self._clock())
 
     def _track(self, request: RequestView) -> RequestState:
-        state = self._requests.known(request)
-        if state is not None:
+        if (state := self._requests.known(request)) is not None:
             return state
         if (another := self._requests.get(request.id)) is not None:
             self._lookups.forget(another)
@@ -487,3 +458,14 @@ class Scheduler:
         if request.hint is not None or request.bad_hint:
             self._hints.begin(state)
         return state
+
+
+def _group_rules(
+    engine: EngineFacts, spec: NamespaceSpec, settings: ConnectorSettings
+) -> FullAttention | SeveralGroups:
+    """Return the rules by which the engine's blocks are matched, loaded and saved."""
+    tokens, only_prompts = engine.block_tokens, settings.save == "prompt"
+    if not engine.groups:
+        return FullAttention(tokens, engine.blocks_per_slot, engine.volatile, only_prompts)
+    checkpoint = settings.checkpoint_tokens
+    return SeveralGroups(engine.groups, spec.groups, tokens, only_prompts, checkpoint, engine.volatile)

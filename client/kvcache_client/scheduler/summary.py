@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 
-from kvcache_client.session.counters import Counters, Gains
+from kvcache_client.session.counters import Gains
 
 EVERY = 60.0  # seconds
 COPIES = ("loaded_bytes", "load_us", "saved_bytes", "save_us")  # the ranks' counts
@@ -31,8 +32,7 @@ class Summary:
     def __init__(self, log: Callable[[str], None], refusals: Callable[[], Mapping[str, int]]) -> None:
         """`refusals` returns counts by name; the line shows their increases."""
         self._log, self._refusals = log, Gains(refusals)
-        self._counts = Counters()
-        self._gains = Gains(self._counts.snapshot)
+        self._counts: Counter[str] = Counter()  # since the last line
         self._lock = threading.Lock()
         self._timer: threading.Timer | None = None
         self._since = 0.0
@@ -47,33 +47,27 @@ class Summary:
 
     def close(self) -> None:
         """Log the rest, and stop."""
-        with self._lock:
-            timer, self._timer = self._timer, None
-        if timer is not None:
+        if (timer := self._timer) is not None:
             timer.cancel()
-            self._log_line()
+            self._end(timer)
 
     def _add(self, counts: Mapping[str, int]) -> None:
-        for name, count in counts.items():
-            self._counts.add(name, count)
-        if not counts or self._timer is not None:
+        if not counts:
             return
         with self._lock:
-            self._since = time.monotonic()
-            self._timer = threading.Timer(EVERY, self._end)
-            self._timer.name, self._timer.daemon = "kvcache-summary", True
-            self._timer.start()
+            self._counts.update(counts)
+            if self._timer is None:
+                self._since = time.monotonic()
+                self._timer = timer = threading.Timer(EVERY, lambda: self._end(timer))
+                timer.name, timer.daemon = "kvcache-summary", True
+                timer.start()
 
-    def _end(self) -> None:
+    def _end(self, timer: threading.Timer) -> None:
         with self._lock:
-            if self._timer is None:  # closed
+            if self._timer is not timer:  # closed
                 return
-            self._timer = None
-        self._log_line()
-
-    def _log_line(self) -> None:
-        line = summarize(self._gains.take(), self._refusals.take(), time.monotonic() - self._since)
-        if line:
+            counts, self._counts, self._timer = self._counts, Counter(), None
+        if line := summarize(counts, self._refusals.take(), time.monotonic() - self._since):
             self._log(line)
 
 

@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import msgspec
+
 from kvcache_client.session import forks
 from kvcache_client.session.bell import Bell
 from kvcache_client.session.counters import Counters
@@ -189,10 +191,11 @@ class Session:
 
     def stats(self) -> dict[str, Any]:
         """Return the daemon's statistics. Raises Unavailable, also if another thread is requesting them now."""
-        return self.daemon.ask(m.Stats(0, b""), m.Report).stats
+        stats: dict[str, Any] = msgspec.msgpack.decode(self.daemon.ask(m.Stats(0, b""), m.Report).stats)
+        return stats
 
     def clear(self, namespace: str = "") -> int:
-        """Forget every READY, unleased block of the namespace with this id, or of all, and return their number."""
+        """Forget every visible block of the namespace with this id, or of all, and return their number."""
         return self.daemon.ask(m.Clear(0, b"", namespace), m.Cleared).blocks
 
     # For tiers.

@@ -7,31 +7,22 @@ from typing import Any
 
 from kvcache_client.devices.layout import Fragment, Tensor, block_fragments, layer_ends, part_fragments
 from kvcache_client.session.region import Placed, Region
-from kvcache_client.worker.facts import RankFacts
-from kvcache_client.worker.places import WHOLE, Places
-from kvcache_client.worker.shards import Shards
+from kvcache_client.worker.places import WHOLE, Places, RankFacts, Shards
 from kvcache_proto.types import REF_BYTES, NamespaceSpec
 
 
 class KVLayout:
-    """The layout of one rank.
-
-    Attributes:
-        spec: the namespace that the slots belong to.
-        reads, writes: the shards of a block that this rank holds, and those of them that it writes.
-        parts: how its shards divide a block of the engine.
-        places: the places of its blocks in the slots of each group.
-    """
+    """The layout of one rank, in the slots of the namespace `spec`."""
 
     def __init__(self, spec: NamespaceSpec, facts: RankFacts, shards: Shards, rank: int) -> None:
         self.facts = facts
         self.reads, self.writes = shards.of_rank(rank)
-        self.parts = WHOLE
+        self.parts = WHOLE  # how these shards divide a block of the engine
         self._by_head = shards.by_head
         part_bytes = facts.block_bytes // len(self.reads)
         # The tables of each group, as `Places` takes them.
         self._columns = [] if facts.groups else [[(0, part_bytes, facts.blocks_per_slot)]]
-        self.places: list[Places] = []
+        self.places: list[Places] = []  # of its blocks, by group
         self.follow(spec)
 
     def follow(self, spec: NamespaceSpec) -> None:

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from kvcache_client.devices import Job
 from kvcache_client.session.region import Region
 from kvcache_client.step_plan import LoadJob, pick_refs
-from kvcache_client.worker.early_loads import EarlyLoads
+from kvcache_client.worker.layered import EarlyLoads
 from kvcache_client.worker.places import without_nulls
 from kvcache_client.worker.rank import Rank, copy_pieces
 from kvcache_proto.types import REF_BYTES, Finding
@@ -24,19 +24,15 @@ CHANGE = 0.1  # smallest relative change of that rate that is reported to the sc
 
 
 class Loads:
-    """Carries out load jobs.
-
-    Attributes:
-        early: the loads that are reported when they begin.
-        invalid: device blocks that loads did not fill.
-        failed: requests whose loads have failed, in an engine with several groups.
-    """
+    """Carries out load jobs; the `early` ones are reported when they begin."""
 
     def __init__(self, rank: Rank) -> None:
         self._rank = rank
-        self.early = EarlyLoads(rank, self._find_failed)
-        self.invalid: set[int] = set()
-        self.failed: set[str] = set()
+        self.early = EarlyLoads(
+            rank, lambda job, region, done: self._find_failed(job, region, done, rank.epoch, _all_sound(job))
+        )
+        self.invalid: set[int] = set()  # device blocks that loads did not fill
+        self.failed: set[str] = set()  # requests whose loads have failed, in an engine with several groups
         self._done: deque[tuple[str, list[int]]] = deque()  # requests whose load has ended, and blocks that failed
         self._parts: dict[str, tuple[int, list[int]]] = {}  # of loads with several jobs: jobs left, failed blocks
         self._lock = threading.Lock()
@@ -85,29 +81,29 @@ class Loads:
             self.early.loaded_otherwise(job.request)
 
     def _copied(self, job: LoadJob, region: Region, epoch: int, done: Job) -> None:
+        """On a thread of the device; checksums are verified on another one."""
         if done.error or not job.sums:
-            self._judge(job, region, epoch, done, None if done.error else _all_sound(job))
+            self._end(job, self._find_failed(job, region, done, epoch, _all_sound(job)))
         else:
-            self._rank.verifier.after_load(region, job, lambda sound: self._judge(job, region, epoch, done, sound))
+            self._rank.verifier.after_load(
+                region, job, lambda sound: self._end(job, self._find_failed(job, region, done, epoch, sound))
+            )
 
-    def _judge(self, job: LoadJob, region: Region, epoch: int, done: Job, sound: npt.NDArray[np.bool_] | None) -> None:
-        """Report a load that has ended and whose `sound` slots are good. On a thread of the device or the verifier."""
-        failed = job.blocks
+    def _find_failed(
+        self, job: LoadJob, region: Region, done: Job, epoch: int, sound: npt.NDArray[np.bool_] | None
+    ) -> list[int]:
+        """Return the device blocks that a load has not filled: all of them after an error. The engine waits for it."""
         try:
-            failed = self._not_filled(job, region, epoch, done, sound)
-        except Exception:  # the engine waits for this load: after any error here, it has failed
+            return self._not_filled(job, region, epoch, done, sound)
+        except Exception:
             self._rank.counts.add("load_ends_failed")
             logger.exception("request %s: its load cannot be checked and counts as failed", job.request)
-        finally:
-            self._end(job, failed)
-
-    def _find_failed(self, job: LoadJob, region: Region, done: Job) -> list[int]:
-        return self._not_filled(job, region, self._rank.epoch, done, None if done.error else _all_sound(job))
+            return job.blocks
 
     def _not_filled(
         self, job: LoadJob, region: Region, epoch: int, done: Job, sound: npt.NDArray[np.bool_] | None
     ) -> list[int]:
-        """Return the device blocks that do not have the content to be loaded.
+        """Return the device blocks that do not have the content to be loaded; `sound` slots have the right checksum.
 
         A slot that has been granted to another writer meanwhile no longer holds the block.
         """

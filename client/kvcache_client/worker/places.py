@@ -1,8 +1,9 @@
-"""The places of a rank's device blocks in the slots of a group. Pure."""
+"""How a rank holds blocks: its shards of them, and the places of its device blocks in the slots of a group. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -16,18 +17,46 @@ Numbers = npt.NDArray[np.int64]
 WHOLE = Parts(1, 1)  # blocks that are not divided
 
 
-class RankTable(NamedTuple):
-    """A KV cache group of the engine, in the slots of a cached group.
+class Shards(NamedTuple):
+    """How the ranks of an engine hold a block: `number` shards.
 
-    Attributes:
-        layers: names of its layers.
-        block_bytes: bytes that the rank stores per block of the group.
-        blocks: number of the group's blocks in a slot.
+    Each rank holds `parts` consecutive shards, and `replicas` consecutive ranks hold the same ones. A part is a KV
+    head, or else a stripe of the rank's bytes.
     """
 
-    layers: tuple[str, ...]
-    block_bytes: int
-    blocks: int
+    number: int
+    replicas: int
+    parts: int = 1
+    by_head: bool = False
+
+    def of_rank(self, rank: int) -> tuple[range, tuple[int, ...]]:
+        """Return the shards that `rank` reads, and those of them that it writes: its replicas share the work."""
+        first = rank // self.replicas * self.parts
+        writes = range(rank % self.replicas, self.parts, self.replicas)
+        return range(first, first + self.parts), tuple(first + part for part in writes)
+
+
+class RankTable(NamedTuple):
+    """A KV cache group of the engine, in the slots of a cached group."""
+
+    layers: tuple[str, ...]  # their names
+    block_bytes: int  # that the rank stores per block of the group
+    blocks: int  # of the group in a slot
+
+
+@dataclass(frozen=True)
+class RankFacts:
+    """The properties of a rank that its work depends on.
+
+    An engine has `groups`, the tables in the slots of each group of the namespace, unless it has just one, of full
+    attention.
+    """
+
+    block_bytes: int  # that the rank stores per block of the engine; with `groups`, per block hash in the first one
+    blocks_per_slot: int = 1  # blocks of the engine per cached block
+    experts: bool = False  # whether the model routes tokens to experts
+    groups: Sequence[Sequence[RankTable]] = ()
+    joins_later: bool = False  # with a plan's namespace. Until then, only this rank's sizes are right in the given one
 
 
 class Piece(NamedTuple):
@@ -41,7 +70,8 @@ class Piece(NamedTuple):
 class Places:
     """The places of one group: a slot contains the blocks of each table in turn, `columns` in all, of `bytes` bytes.
 
-    If blocks are divided into parts, the rank has a shard for each, which contains that part of the blocks.
+    If blocks are divided into parts, the rank has a shard for each, which contains that part of the blocks. Blocks of
+    several layouts are not divided.
     """
 
     def __init__(self, begin: int, tables: Sequence[tuple[int, int, int]], parts: Parts = WHOLE) -> None:
@@ -59,38 +89,25 @@ class Places:
         self._layouts = {layout: np.flatnonzero(np.array(layouts) == layout) for layout in dict.fromkeys(layouts)}
 
     def cut(
-        self,
-        slots: npt.NDArray[np.integer],
-        blocks: Sequence[int],
-        skip: int = 0,
-        parts: Sequence[int] | None = None,
+        self, slots: npt.NDArray[np.integer], blocks: Sequence[int], skip: int = 0, parts: Sequence[int] | None = None
     ) -> list[Piece]:
         """Return the copies between `slots`, by their offsets, and `blocks`, in the order of the slots.
 
         The first `skip` blocks of the slots are not among `blocks`. `parts` are those to be copied, all if not given.
         """
-        pieces = self._cut(slots, blocks, skip)
-        if self._parts.number == 1:
-            return pieces
-        some = np.arange(self._parts.number) if parts is None else np.array(parts, np.int64)
-        return [self._divided(piece, some[:, None]) for piece in pieces]
-
-    def _divided(self, piece: Piece, parts: Numbers) -> Piece:
-        """Return the copies of the parts of a piece's blocks, in their order in the region."""
-        blocks = (piece.blocks * self._parts.apart + parts).ravel()
-        offsets = (piece.offsets + parts * self._part_bytes).ravel()
-        order = np.argsort(offsets, kind="stable")
-        return Piece(piece.layout, blocks[order], offsets[order])
-
-    def _cut(self, slots: npt.NDArray[np.integer], blocks: Sequence[int], skip: int) -> list[Piece]:
-        offsets = slots.astype(np.int64)[:, None] + self._inside
-        numbers = np.array(blocks, np.int64)
-        if len(self._layouts) == 1:
-            (layout,) = self._layouts
-            return [Piece(layout, numbers, offsets.ravel()[skip : skip + len(numbers)])]
-        numbers = numbers.reshape(-1, self.columns)
-        cuts = ((layout, numbers[:, some].ravel(), offsets[:, some].ravel()) for layout, some in self._layouts.items())
-        return [Piece(*each) for each in cuts if len(each[1])]
+        offsets, numbers = slots.astype(np.int64)[:, None] + self._inside, np.array(blocks, np.int64)
+        if len(self._layouts) > 1:
+            numbers, places = numbers.reshape(-1, self.columns), self._layouts.items()
+            cuts = (Piece(layout, numbers[:, some].ravel(), offsets[:, some].ravel()) for layout, some in places)
+            return [each for each in cuts if len(each.blocks)]
+        (layout,), offsets = self._layouts, offsets.ravel()[skip : skip + len(numbers)]
+        if self._parts.number > 1:
+            some = (np.arange(self._parts.number) if parts is None else np.array(parts, np.int64))[:, None]
+            numbers = (numbers * self._parts.apart + some).ravel()
+            offsets = (offsets + some * self._part_bytes).ravel()
+            order = np.argsort(offsets, kind="stable")  # their order in the region
+            numbers, offsets = numbers[order], offsets[order]
+        return [Piece(layout, numbers, offsets)]
 
 
 def without_nulls(pieces: Sequence[Piece]) -> list[Piece]:

@@ -16,23 +16,14 @@ from kvcache_client.worker.verification import Verifier
 
 
 class Rank:
-    """One rank of an engine.
-
-    Attributes:
-        device: copies its blocks, once its KV tensors are known.
-        namespace: the namespace that it has joined, if any.
-        epoch: counts changes of the weights.
-        abandoned: whether its blocks are given to other requests without a fence, so that reads may be wrong.
-    """
-
     def __init__(self, session: Session, number: int, layout: KVLayout) -> None:
         self.session, self.number, self.layout = session, number, layout
         self.counts = Counters()
         self.verifier = Verifier(layout.reads, layout.writes, self.counts)
-        self.device: Device | None = None
-        self.namespace: Namespace | None = None
-        self.epoch = 0
-        self.abandoned = False
+        self.device: Device | None = None  # copies its blocks, once its KV tensors are known
+        self.namespace: Namespace | None = None  # that it has joined
+        self.epoch = 0  # counts changes of the weights
+        self.abandoned = False  # its blocks are given to other requests without a fence: reads may be wrong
 
     def check_read(self, done: Job) -> None:
         """Fail a job that may have read other requests' writes."""
@@ -40,7 +31,7 @@ class Rank:
             done.error = "its blocks may have been overwritten"
 
     def count_copy(self, size: str, time: str, copied: int, done: Job) -> None:
-        """Count the bytes that a job has copied, and its microseconds."""
+        """Count the bytes that a job has `copied`, and its microseconds, by these names."""
         self.counts.add(size, copied)
         self.counts.add(time, round(done.seconds * 1e6))
 

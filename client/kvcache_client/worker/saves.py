@@ -1,26 +1,29 @@
-"""The saves of a rank: copies to the region, and the settlement of its shards."""
+"""Copies of a rank from the device: saves, and canaries, whose blocks are compared with those in the cache."""
 
 from __future__ import annotations
 
 import logging
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 
-from kvcache_client.devices import Job
+import numpy as np
+
+from kvcache_client.devices import Job, Scratch
 from kvcache_client.session.namespace import Namespace
 from kvcache_client.session.region import Region
-from kvcache_client.step_plan import SHIPPED, RankVerdicts, SaveJob
+from kvcache_client.step_plan import SHIPPED, CheckJob, RankVerdicts, SaveJob
 from kvcache_client.worker.rank import Rank, copy_pieces
-from kvcache_proto.types import Outcome
+from kvcache_client.worker.tolerance import Format, find_format
+from kvcache_proto.types import REF_BYTES, Outcome
 
 logger = logging.getLogger("vllm.kvcache.worker")
 
 
 @dataclass(slots=True)
 class _Stored:
-    """The stored blocks of one request, for one log line once all of them are stored."""
+    """The stored blocks of one request, for one line in the log."""
 
     jobs: int = 0
     blocks: int = 0
@@ -88,8 +91,8 @@ class Saves:
         else:
             written = layout.places[job.group].bytes * len(layout.writes) // len(layout.reads)
             rank.count_copy("saved_bytes", "save_us", len(job.positions) * written, done)
-        kept = self._verdicts
-        then = None if kept is None else lambda verdicts: kept.append(_rank_verdicts(job, verdicts))
+        kept, place = self._verdicts, (job.region, job.reservation, job.positions)
+        then = None if kept is None else lambda found: kept.append(RankVerdicts(*place, list(map(int, found))))
         namespace.settle(job.reservation, outcome, job.positions, region_id=job.region, then=then, sums=sums)
         with self._lock:
             stored = self._stored[job.request]
@@ -97,26 +100,20 @@ class Saves:
             stored.seconds += done.seconds
             if not done.error and not job.group:
                 stored.blocks += len(job.positions)
-            line = self._line(job.request, stored)
-        if line:
-            logger.debug("%s", line)
+            self._log_stored(job.request, stored)
 
     def finish(self, request: str) -> None:
         """Log the stored blocks of a request that has no more saves, once its running saves have ended."""
         with self._lock:
-            stored = self._stored.get(request)
-            if stored is None:
-                return
-            stored.finished = True
-            line = self._line(request, stored)
-        if line:
-            logger.debug("%s", line)
+            if (stored := self._stored.get(request)) is not None:
+                stored.finished = True
+                self._log_stored(request, stored)
 
-    def _line(self, request: str, stored: _Stored) -> str:
-        if stored.jobs or not stored.finished:
-            return ""
-        del self._stored[request]
-        return "" if self._rank.number else "stored " + self._rank.amount(stored.blocks, stored.seconds, request)
+    def _log_stored(self, request: str, stored: _Stored) -> None:
+        if stored.finished and not stored.jobs:
+            del self._stored[request]
+            if not self._rank.number:
+                logger.debug("stored %s", self._rank.amount(stored.blocks, stored.seconds, request))
 
     def take_given_away(self) -> list[tuple[int, int]]:
         """Return the saves, by reservation and first position, that were cancelled since the last call."""
@@ -124,10 +121,48 @@ class Saves:
 
     def take_verdicts(self) -> list[RankVerdicts]:
         """Return the daemon's verdicts on settlements since the last call."""
-        if not self._verdicts:
-            return []
-        return [self._verdicts.popleft() for _ in range(len(self._verdicts))]
+        verdicts = self._verdicts
+        return [verdicts.popleft() for _ in range(len(verdicts))] if verdicts else []
 
 
-def _rank_verdicts(job: SaveJob, verdicts: Sequence[int]) -> RankVerdicts:
-    return RankVerdicts(job.region, job.reservation, job.positions, list(map(int, verdicts)))
+class CanaryChecks:
+    """Compares blocks with the cache, within the numerical noise of their values."""
+
+    def __init__(self, rank: Rank) -> None:
+        self._rank = rank
+        self._format: Format | None = None  # of the values in a block
+
+    def set_dtypes(self, dtypes: Collection[str]) -> bool:
+        """Compare values of these types; return False if nothing can be compared, because they have no format."""
+        layout = self._rank.layout
+        self._format = find_format(set(dtypes), layout.spec.identity.get("kv_dtype", ""), layout.facts.experts)
+        return self._format is not None
+
+    def begin(self, job: CheckJob) -> None:
+        """Copy the blocks out, as a save does, and compare them with the cache."""
+        rank, layout = self._rank, self._rank.layout
+        if layout.reads[0] not in layout.writes or rank.device is None:  # another rank compares the same bytes
+            return
+        region, namespace, form = rank.session.region, rank.namespace, self._format
+        if (
+            region is None
+            or region.id != job.region
+            or namespace is None
+            or form is None
+            or layout.place(region, job.refs, len(job.blocks)) is None
+        ):
+            rank.counts.add("canary_skipped")
+            return
+        places, slots = layout.places[0], len(job.refs) // REF_BYTES
+        scratch = Scratch(slots * places.bytes)
+        pieces = places.cut(places.bytes * np.arange(slots, dtype=np.int64) - places.begin, job.blocks)
+
+        def ended(done: Job) -> None:
+            rank.check_read(done)
+            if done.error:
+                rank.counts.add("canary_failed")
+                logger.warning("request %s: the blocks of its canary were not copied: %s", job.request, done.error)
+            else:
+                rank.verifier.compare(namespace, region, job, scratch.buffer, form)
+
+        copy_pieces(rank.device.save, scratch, None, pieces, ended)

@@ -27,20 +27,15 @@ _CHUNK = 1 << 20  # values compared at a time
 
 
 class Format(NamedTuple):
-    """How values lie in memory, and how far they may be off.
-
-    Attributes:
-        limit: of a block's norm; at least four times the effect of other chunks on a dense model of 32 layers, see
-            tests/bench/noise.py.
-        piece: of a piece's norm; foreign values are off by 1 or more.
-        spike: of a value, or of its neighbors' root mean square if that is larger: several of the dtype's steps.
-    """
+    """How values lie in memory, and how far they may be off."""
 
     name: str
-    bytes: int
+    bytes: int  # per value
+    # Of a block's norm: at least four times the effect of other chunks on a dense model of 32 layers, as measured by
+    # tests/bench/noise.py.
     limit: float
-    spike: float = 0.5
-    piece: float = 0.6
+    spike: float = 0.5  # of a value, or of its neighbors' root mean square if that is larger: several of its steps
+    piece: float = 0.6  # of a piece's norm; foreign values are off by 1 or more
 
 
 FORMATS = {
@@ -100,13 +95,6 @@ def difference(stored: memoryview, computed: memoryview, form: Format) -> str:
         off, norm = off + float(squares[0].sum()), norm + float(squares[1].sum())
     whole = np.sqrt(off / norm) if norm else np.inf
     return f"the block is off by {whole:.1%}" if whole > form.limit else ""
-
-
-def measure(stored: memoryview, computed: memoryview, form: Format) -> tuple[float, float]:
-    """Return the relative error of a block, and that of its worst piece: for choosing the limits."""
-    ours, theirs = (_values(each, form).astype(np.float64) for each in (stored, computed))
-    squares = _squares(ours - theirs), _squares(theirs)
-    return float(np.sqrt(squares[0].sum() / squares[1].sum())), float(_ratios(*squares).max())
 
 
 def _spikes(error: npt.NDArray[np.float64], values: Floats, far: float) -> bool:

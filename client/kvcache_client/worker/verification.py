@@ -42,7 +42,6 @@ class Verifier:
 
     def __init__(self, reads: Sequence[int], writes: Sequence[int], counts: Counters) -> None:
         self._reads, self._writes, self._counts = reads, writes, counts
-        self._shards = 0
         self._parts: list[dict[int, tuple[int, int]]] = []  # of each group, offset in a slot and bytes of each shard
         self._saved = ThreadPoolExecutor(1, "kvcache-sum-saves")
         self._loaded = ThreadPoolExecutor(1, "kvcache-sum-loads")

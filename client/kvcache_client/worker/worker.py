@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from kvcache_client.devices import CopyError, Device, open_device
@@ -19,15 +18,13 @@ from kvcache_client.devices.several import SeveralLayouts
 from kvcache_client.session.namespace import Namespace
 from kvcache_client.session.session import Session
 from kvcache_client.settings import ConnectorSettings
-from kvcache_client.step_plan import RankVerdicts, StepPlan
-from kvcache_client.worker.canary_checks import CanaryChecks
-from kvcache_client.worker.facts import RankFacts
+from kvcache_client.step_plan import Report, StepPlan
 from kvcache_client.worker.kv_layout import KVLayout, flatten
 from kvcache_client.worker.layered import LayeredLoads, section_ends
 from kvcache_client.worker.loads import Loads
+from kvcache_client.worker.places import RankFacts, Shards
 from kvcache_client.worker.rank import Rank
-from kvcache_client.worker.saves import Saves
-from kvcache_client.worker.shards import Shards
+from kvcache_client.worker.saves import CanaryChecks, Saves
 from kvcache_proto.errors import KVCacheError
 from kvcache_proto.types import NamespaceSpec
 
@@ -39,47 +36,8 @@ _JOINING = "it has not joined the namespace yet"
 _LATE = "the executor bypasses Worker.execute_model, so that blocks may be overwritten before they are saved"
 
 
-@dataclass
-class Report:
-    """What ranks report to the scheduler's side, each item once.
-
-    Attributes:
-        verdicts: the daemon's verdicts on settlements, if events are wanted.
-        declined: by rank, the reason that it takes no part in the cache, "" if it takes part again.
-        given_away: the saves, by reservation and first position, that were cancelled.
-        carried: by rank, the seconds that a thread takes to carry one block of the engine, 0 if copies need no thread.
-        arrived: the requests of layered loads that have ended on a rank, and the seconds that their copies took.
-        ready: by rank, whether the engine announces its layers to it.
-    """
-
-    verdicts: list[RankVerdicts] = field(default_factory=list)
-    declined: dict[int, str] = field(default_factory=dict)
-    given_away: list[tuple[int, int]] = field(default_factory=list)
-    carried: dict[int, float] = field(default_factory=dict)
-    arrived: list[tuple[str, float]] = field(default_factory=list)
-    ready: dict[int, bool] = field(default_factory=dict)
-
-    def __bool__(self) -> bool:
-        return bool(self.verdicts or self.declined or self.given_away or self.carried or self.arrived or self.ready)
-
-    def merged(self, other: Report) -> Report:
-        """Return both reports as one."""
-        return Report(
-            self.verdicts + other.verdicts,
-            self.declined | other.declined,
-            self.given_away + other.given_away,
-            self.carried | other.carried,
-            self.arrived + other.arrived,
-            self.ready | other.ready,
-        )
-
-
 class Worker:
-    """One rank. The rank's own thread calls `begin`, `load` and `received` in every step.
-
-    Attributes:
-        loads: the loads of this rank; its `early` ones get the layers of a step if they `listens`.
-    """
+    """One rank. The rank's own thread calls `begin`, `load` and `received` in every step."""
 
     def __init__(
         self,
@@ -92,12 +50,7 @@ class Worker:
         events: bool = False,
         registration: Registration | None = None,
     ) -> None:
-        """Serve one rank of an engine.
-
-        Args:
-            events: whether to keep the daemon's verdicts for the report.
-            registration: has page-locked the session's region already, if given.
-        """
+        """With `events`, the daemon's verdicts are reported. A `registration` has page-locked the region already."""
         self._session, self._settings = session, settings
         self._layout = KVLayout(spec, facts, shards, rank)
         self._rank = Rank(session, rank, self._layout)
@@ -109,7 +62,7 @@ class Worker:
         self._joining = facts.joins_later
         self._reported = _JOINING if facts.joins_later else ""  # the last reported reason
         self._begun = self._loaded = 0  # numbers of the last plans carried out
-        self._follow(spec)
+        self._rank.verifier.follow(spec)
         session.add_counts(self._rank.counts.snapshot)
 
     @property
@@ -135,18 +88,16 @@ class Worker:
         layouts = layout.read_caches(kv_caches, num_blocks)
         ends = layout.layer_ends(kv_caches, num_blocks) if self._settings.overlap != "off" else {}
         sections = section_ends(list(ends.values())) if ends else []
-        device = _open_devices(layouts, tensors, layout.parts.blocks(num_blocks), sections)
+        self._rank.device = device = _open_devices(layouts, tensors, layout.parts.blocks(num_blocks), sections)
         if self._registration is not None:
             device.adopt(self._registration)
             self._registration = None
-        self._rank.device = device
         if sections:
             self.loads.early.layered = LayeredLoads(device, ends, sections)
         if layout.facts.groups:  # the full group's values are compared
             tensors = list(flatten(kv_caches[name] for table in layout.facts.groups[0] for name in table.layers))
         dtypes = {str(tensor.dtype).removeprefix("torch.") for tensor in tensors}
-        self._checks.set_dtypes(dtypes)
-        if not self._checks.knows_noise and self._settings.canary_every:
+        if not self._checks.set_dtypes(dtypes) and self._settings.canary_every:
             logger.warning("no canaries: the numerical noise in KV of %s is not known", ", ".join(sorted(dtypes)))
         self._session.on_region(device.register)
         if not self._joining:
@@ -158,13 +109,9 @@ class Worker:
             f"{device.registered()[1]:,}",
         )
 
-    def _follow(self, spec: NamespaceSpec) -> None:
-        """Note the place of this rank's shard in the slots of `spec`."""
+    def _attach(self, spec: NamespaceSpec, wait: bool) -> None:
         self._layout.follow(spec)
         self._rank.verifier.follow(spec)
-
-    def _attach(self, spec: NamespaceSpec, wait: bool) -> None:
-        self._follow(spec)
         if self._namespace is not None:
             self._session.detach(self._namespace)
         try:
@@ -236,8 +183,8 @@ class Worker:
             if idle and not loads.ended and not loads.early.is_running:
                 device.linger(LINGER_SECONDS)
         invalid, why = loads.early.leave_step(idle)
-        if invalid or why:
-            loads.invalid |= invalid
+        loads.invalid |= invalid
+        if why:
             self.decline(why)
         return loads.take_received()
 
@@ -253,20 +200,13 @@ class Worker:
 
     def take_report(self) -> Report:
         """Return the report since the last call."""
-        saves, loads = self._saves, self.loads
-        return Report(
-            saves.take_verdicts(),
-            self._take_declined(),
-            saves.take_given_away(),
-            loads.take_carried(),
-            loads.early.take_arrived(),
-            loads.early.take_ready(),
-        )
+        saves, loads, early = self._saves, self.loads, self.loads.early
+        verdicts, declined, given_away = saves.take_verdicts(), self._take_declined(), saves.take_given_away()
+        return Report(verdicts, declined, given_away, loads.take_carried(), early.take_arrived(), early.take_ready())
 
     def _take_declined(self) -> dict[int, str]:
-        """Return the reason that this rank takes no part in the cache, if it has changed; "" if it takes part again:
-        the daemon that refused it has been replaced."""
-        namespace = self._namespace
+        """Return the reason that this rank takes no part in the cache, if it has changed; "" if it takes part again."""
+        namespace = self._namespace  # it is not `refused` any more by a daemon that has replaced another one
         why = self._declined or (namespace.refused if namespace is not None else "")
         if not why and self._joining:
             if namespace is None or not namespace.attached:
@@ -282,11 +222,10 @@ class Worker:
     def drain(self) -> None:
         """Wait for running copies, at most `drain_ms`: the device's memory is about to be unmapped, or this ends."""
         self.loads.early.start_all()
-        if self._device is not None and not self._device.drain(self._settings.drain_ms / 1000):
+        limit = self._settings.drain_ms
+        if self._device is not None and not self._device.drain(limit / 1000):
             self._rank.counts.add("drains_cut_short")
-            logger.warning(
-                "rank %d: copies were still running after %.0f ms", self._rank.number, self._settings.drain_ms
-            )
+            logger.warning("rank %d: copies were still running after %.0f ms", self._rank.number, limit)
 
     def close(self) -> None:
         """Wait as `drain` does, settle the remaining saves as failed, and end the session."""

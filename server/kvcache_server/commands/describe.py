@@ -3,175 +3,162 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 from kvcache_proto.sizes import format_size
 from kvcache_proto.text import escaped
 from kvcache_server.commands import sharing
+from kvcache_server.status import Away, Counts, Daemon, Eviction, Hints, Pool, Session, Status, Tier
 
+# Fields of Tier.
 _LOST_BELOW = ("blocks_not_brought", "blocks_not_written", "looks_dropped", "writes_dropped", "writes_too_late")
 
 
-def describe(stats: dict[str, Any]) -> str:
+def describe(figures: Status) -> str:
     """Return the text of `status`."""
-    daemon = stats["daemon"]
-    spaces = stats["namespaces"]
-    hits, asked = (sum(space[key] for space in spaces) for key in ("hit_blocks", "requested_blocks"))
+    daemon = figures.daemon
+    spaces = sorted(figures.namespaces, key=lambda space: -space.bytes)
+    hits, asked = sum(space.hit_blocks for space in spaces), sum(space.requested_blocks for space in spaces)
     lines = [
-        heading(stats),
-        f"pool        {occupied(stats['pool'])}",
-        f"            {blocks(stats['pool'])}",
-        f"hits        {ratio(hits, asked)} of {asked:,} blocks asked for, {format_size(found(spaces))} found",
-        f"            {needed(stats)}",
-        *evicting(stats["eviction"]),
-        f"copies      {copied(stats)}",
-        *kept(stats["hints"]),
+        heading(daemon),
+        f"pool        {occupied(figures.pool)}",
+        f"            {blocks(figures.pool)}",
+        f"hits        {ratio(hits, asked)} of {asked:,} blocks asked for, "
+        f"{format_size(sum(space.hit_bytes for space in spaces))} found",
+        f"            {needed(figures.told)}",
+        *evicting(figures.eviction),
+        f"copies      {copied(figures.told)}",
+        *kept(figures.hints),
         *below(daemon),
-        "refusals    " + counts(stats["refusals"]),
-        "errors      " + counts(daemon["errors"] | daemon["drops"] | daemon["door_refused"]),
+        "refusals    " + counts(figures.refusals),
+        "errors      " + counts(daemon.errors | daemon.drops | daemon.door_refused),
     ]
-    if stats["grace"]:
+    if figures.grace:
         lines.append("grace       sessions of the previous daemon are reconnecting, and nothing is evicted meanwhile")
     lines.append("")
     lines += table(
         ("namespace", "model", "blocks", "size", "lookups", "hits", "asked", "ratio"),
         [
             (
-                *(space["id"], space["model"], f"{space['blocks']:,}", format_size(space["bytes"])),
-                *(f"{space['lookups']:,}", f"{space['hit_blocks']:,}", f"{space['requested_blocks']:,}"),
-                ratio(space["hit_blocks"], space["requested_blocks"]),
+                *(space.id, space.model, f"{space.blocks:,}", format_size(space.bytes)),
+                *(f"{space.lookups:,}", f"{space.hit_blocks:,}", f"{space.requested_blocks:,}"),
+                ratio(space.hit_blocks, space.requested_blocks),
             )
-            for space in sorted(spaces, key=lambda space: -space["bytes"])
+            for space in spaces
         ],
         left=2,
     )
-    lines += sharing.within(sharing.spaces_of(stats))
-    return "\n".join(map(escaped, [*lines, "", *sessions(stats["sessions"]), *away(stats)]))
+    lines += sharing.within(sharing.spaces_of(figures))
+    return "\n".join(map(escaped, [*lines, "", *sessions(figures.sessions), *away(figures.away)]))
 
 
-def heading(stats: dict[str, Any]) -> str:
+def heading(daemon: Daemon) -> str:
     """Return the line that identifies the daemon."""
-    daemon = stats["daemon"]
-    age = duration(daemon["uptime_s"])
-    return f"kvcache-server {daemon['version']}, pid {daemon['pid']}, {daemon['endpoint']}, up {age}"
+    return f"kvcache-server {daemon.version}, pid {daemon.pid}, {daemon.endpoint}, up {duration(daemon.uptime_s)}"
 
 
-def occupied(pool: dict[str, Any]) -> str:
+def occupied(pool: Pool) -> str:
     """Return a text on how full the pool is."""
-    share = pool["used_bytes"] / pool["bytes"]
-    return f"{format_size(pool['used_bytes'])} of {format_size(pool['bytes'])} used ({share:.0%})"
+    share = pool.used_bytes / pool.bytes
+    return f"{format_size(pool.used_bytes)} of {format_size(pool.bytes)} used ({share:.0%})"
 
 
-def blocks(pool: dict[str, Any]) -> str:
+def blocks(pool: Pool) -> str:
     """Return a text on the pool's content, and the part of it that cannot be evicted."""
     return (
-        f"{pool['blocks']:,} blocks, {pool['blocks_writing']:,} being written, "
-        f"{format_size(pool['pinned_bytes'])} pinned, {pool['blocks_quarantined']:,} blocks in quarantine"
+        f"{pool.blocks:,} blocks, {pool.blocks_writing:,} being written, "
+        f"{format_size(pool.pinned_bytes)} pinned, {pool.blocks_quarantined:,} blocks in quarantine"
     )
 
 
-def needed(stats: dict[str, Any]) -> str:
+def needed(told: Counts) -> str:
     """Return a text on the found blocks that engines asked to load: their devices' own caches had the rest."""
-    told = stats["told"]
     return f"{told.get('needed_blocks', 0):,} of them needed, {format_size(told.get('needed_bytes', 0))}"
 
 
-def copied(stats: dict[str, Any]) -> str:
+def copied(told: Counts) -> str:
     """Return a text on the copies by engines, over all ranks, as far as reported."""
-    told = stats.get("told", {})
     return f"{format_size(told.get('loaded_bytes', 0))} loaded, {format_size(told.get('saved_bytes', 0))} saved"
 
 
-def evicting(eviction: dict[str, Any] | None) -> list[str]:
+def evicting(eviction: Eviction) -> list[str]:
     """Return lines on how blocks are chosen for eviction, and on how often they had been requested."""
-    if not eviction:
-        return []
     chosen = "what is worth least goes first"
-    if eviction["by_age"]:
+    if eviction.by_age:
         chosen = "the least recently used goes first: in the sample, that finds more than eviction by worth"
-    if declined := eviction["declined_blocks"]:
+    if declined := eviction.declined_blocks:
         chosen += f"; blocks not stored, because they were worth less than each cached one: {declined:,}"
     lines = [f"eviction    {chosen}"]
-    for said, what in (
-        ("hits on blocks that had been asked for", "hit"),
-        ("evicted, after having been asked for", "evicted"),
+    for said, by_class in (
+        ("hits on blocks that had been asked for", eviction.hit_blocks_by_class),
+        ("evicted, after having been asked for", eviction.evicted_blocks_by_class),
     ):
-        by_class = eviction[f"{what}_blocks_by_class"]
-        if any(by_class.values()):
-            once, twice, more = (f"{by_class[name]:,}" for name in ("once", "twice", "more"))
-            lines.append(f"            {said} once {once}, twice {twice}, more often {more}")
+        if by_class.once or by_class.twice or by_class.more:
+            lines.append(
+                f"            {said} once {by_class.once:,}, twice {by_class.twice:,}, more often {by_class.more:,}"
+            )
     return lines
 
 
-def below(daemon: dict[str, Any]) -> list[str]:
+def below(daemon: Daemon) -> list[str]:
     """Return lines on the tiers; nothing if there are none."""
     lines = []
-    for each in daemon["tiers"]:
-        asked, had, came, out = (each.get(f"blocks_{key}", 0) for key in ("looked_up", "found", "brought", "written"))
-        brought, written = (format_size(each.get(f"bytes_{key}", 0)) for key in ("brought", "written"))
-        lost = {key: n for key, n in each.items() if key in _LOST_BELOW and n}
+    for each in daemon.tiers:
+        lost = {field: getattr(each, field) for field in _LOST_BELOW}
         lines += [
-            f"tier        {each['name']}: {tier_state(each)}; "
-            f"asked for {asked:,} blocks, had {had:,}, brought {came:,} ({brought})",
-            f"            {out:,} blocks written ({written}), {each['to_write_blocks']:,} to write"
-            + (f"; {counts(lost)}" if lost else ""),
+            f"tier        {each.name}: {tier_state(each)}; asked for {each.blocks_looked_up:,} blocks, "
+            f"had {each.blocks_found:,}, brought {each.blocks_brought:,} ({format_size(each.bytes_brought)})",
+            f"            {each.blocks_written:,} blocks written ({format_size(each.bytes_written)}), "
+            f"{each.to_write_blocks:,} to write" + (f"; {counts(lost)}" if any(lost.values()) else ""),
         ]
     return lines + [f"tier        {name}: {state}" for name, state in absent_tiers(daemon).items()]
 
 
-def tier_state(tier: dict[str, Any]) -> str:
+def tier_state(tier: Tier) -> str:
     """Return a text on whether an attached tier is used, with the reason if not."""
-    if tier["off"]:
-        return f"off: {tier['off']}"
-    refused = {"not written to": tier["writes_off"], "wrong values stay": tier["removals_off"]}
+    if tier.off:
+        return f"off: {tier.off}"
+    refused = {"not written to": tier.writes_off, "wrong values stay": tier.removals_off}
     return ", ".join(["on", *(f"but {what}: {why}" for what, why in refused.items() if why)])
 
 
-def absent_tiers(daemon: dict[str, Any]) -> dict[str, str]:
+def absent_tiers(daemon: Daemon) -> dict[str, str]:
     """Return the states of the tiers that the daemon starts and that are not attached, by name."""
-    there = {each["name"] for each in daemon["tiers"]}
-    processes = daemon["tier_processes"]
-    return {each["name"]: each["ended"] or "starting" for each in processes if each["name"] not in there}
+    there = {each.name for each in daemon.tiers}
+    return {each.name: each.ended or "starting" for each in daemon.tier_processes if each.name not in there}
 
 
-def kept(hints: dict[str, Any]) -> list[str]:
+def kept(hints: Hints) -> list[str]:
     """Return lines on blocks retained by requests and pinned by operators; nothing if neither was requested."""
-    if not (hints["retentions"] or hints["pins"] or hints["refused"] or hints["dropped_blocks"]):
+    if not (hints.retentions or hints.pins or hints.refused or hints.dropped_blocks):
         return []
-    engines = ", ".join(f"{each['engine']} {format_size(each['bytes'])}" for each in hints["engines"])
+    engines = ", ".join(f"{each.engine} {format_size(each.bytes)}" for each in hints.engines)
     return [
-        f"retained    prompts: {hints['retentions']:,}, {format_size(hints['retained_bytes'])}"
-        f" (each engine may retain {format_size(hints['quota_bytes'])}){': ' if engines else ''}{engines}",
-        f"            not retained: {counts(hints['refused'])}; dropped {hints['dropped_blocks']:,} blocks",
-        f"            pins of operators: {len(hints['pins']):,}, {format_size(hints['pinned_bytes'])}"
-        f" of {format_size(hints['pin_quota_bytes'])} that they may pin",
+        f"retained    prompts: {hints.retentions:,}, {format_size(hints.retained_bytes)}"
+        f" (each engine may retain {format_size(hints.quota_bytes)}){': ' if engines else ''}{engines}",
+        f"            not retained: {counts(hints.refused)}; dropped {hints.dropped_blocks:,} blocks",
+        f"            pins of operators: {len(hints.pins):,}, {format_size(hints.pinned_bytes)}"
+        f" of {format_size(hints.pin_quota_bytes)} that they may pin",
     ]
 
 
-def found(spaces: Iterable[dict[str, Any]]) -> int:
-    """Return the bytes of the blocks that lookups found."""
-    # A daemon that does not report hit_bytes has only namespaces of one group.
-    return sum(space.get("hit_bytes", space["hit_blocks"] * space["block_bytes"][0]) for space in spaces)
-
-
-def sessions(listed: Iterable[dict[str, Any]]) -> list[str]:
+def sessions(listed: Iterable[Session]) -> list[str]:
     """Return a table of the attached sessions, ordered by engine."""
     return table(
         ("session", "engine", "label", "age", "leases", "reservations"),
         [
             (
-                *(str(session["id"]), session["engine"], session["label"], duration(session["age_s"])),
-                *(f"{session['leases']:,}", f"{session['reservations']:,}"),
+                *(str(session.id), session.engine, session.label, duration(session.age_s)),
+                *(f"{session.leases:,}", f"{session.reservations:,}"),
             )
-            for session in sorted(listed, key=lambda session: (session["engine"], session["id"]))
+            for session in sorted(listed, key=lambda session: (session.engine, session.id))
         ],
         left=3,
     )
 
 
-def away(stats: dict[str, Any]) -> list[str]:
+def away(listed: Iterable[Away]) -> list[str]:
     """Return an empty line and a table of the sessions that are away; nothing if none is."""
-    rows = [(str(each["id"]), each["engine"], f"{each['reservations']:,}") for each in stats["away"]]
+    rows = [(str(each.id), each.engine, f"{each.reservations:,}") for each in listed]
     return ["", *table(("away", "engine", "reservations"), rows, left=2)] if rows else []
 
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
-
 import click
+import msgspec
 
 from kvcache_proto import messages as m
 from kvcache_proto.errors import BadArgument
@@ -100,16 +99,15 @@ def unpin(number: int | None, endpoint: str, every: bool) -> None:
 def pins(endpoint: str, as_json: bool) -> None:
     """List the pinned prompts."""
     with AdminClient(endpoint, "pins") as admin:
-        stats = admin.stats()
-    if "hints" not in stats:
-        raise click.ClickException(f"the daemon is kvcache-server {stats['daemon']['version']}, which has no pins")
-    listed = stats["hints"]["pins"]
+        listed = admin.status().hints.pins
     rows = [
         (
-            *(str(each["pin"]), each["namespace"], each["label"]),
-            *(f"{each['blocks']:,}", f"{each['wanted']:,}", format_size(each["bytes"])),
+            *(str(each.pin), each.namespace, each.label),
+            *(f"{each.blocks:,}", f"{each.wanted:,}", format_size(each.bytes)),
         )
         for each in listed
     ]
     head = ("pin", "namespace", "label", "cached", "blocks", "size")
-    click.echo(json.dumps(listed, indent=2) if as_json else "\n".join(table(head, rows, left=3)))
+    click.echo(
+        msgspec.json.format(msgspec.json.encode(listed)).decode() if as_json else "\n".join(table(head, rows, left=3))
+    )

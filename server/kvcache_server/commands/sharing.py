@@ -10,25 +10,29 @@ from typing import Any
 import msgspec
 
 from kvcache_proto.errors import ConfigError
+from kvcache_server.explanation import Difference
 from kvcache_server.insight.differences import differences
+from kvcache_server.status import Group, Status
 
 MOST_PAIRS = 5  # of namespaces to compare, of one daemon, or of one model on two hosts
 _MOST_OTHERS = 4  # further facts to name
 
 
 class Space(msgspec.Struct):
-    """A namespace in a report of `status`: a part of insight/stats.py."""
+    """The facts of a namespace in a report of `status`, also one of an older daemon."""
 
     id: str
     model: str
     identity: dict[str, str] = {}
-    groups: list[dict[str, Any]] = []  # empty, as the identity, if there are too many namespaces
+    groups: list[Group] = []  # empty, as the identity, if there are too many namespaces
     hash_bytes: int = 0
 
     def fields(self) -> dict[str, Any]:
         """Return the fields of the groups, in their order."""
         return {
-            f"groups[{at}].{field}": value for at, group in enumerate(self.groups) for field, value in group.items()
+            f"groups[{at}].{field}": value
+            for at, group in enumerate(self.groups)
+            for field, value in msgspec.structs.asdict(group).items()
         }
 
 
@@ -36,9 +40,12 @@ class _Report(msgspec.Struct):
     namespaces: list[Space]
 
 
-def spaces_of(stats: dict[str, Any]) -> list[Space]:
+def spaces_of(figures: Status) -> list[Space]:
     """Return the namespaces of a report, those with the most bytes first."""
-    return msgspec.convert(sorted(stats["namespaces"], key=lambda space: -space["bytes"]), list[Space])
+    return [
+        Space(each.id, each.model, each.identity, each.groups, each.hash_bytes)
+        for each in sorted(figures.namespaces, key=lambda each: -each.bytes)
+    ]
 
 
 def read(text: bytes, name: str) -> list[Space]:
@@ -99,13 +106,13 @@ def _between(here: list[Space], there: list[Space]) -> Iterator[str]:
             yield f"{model}: not shared: {more:,} more pairs of namespaces"
 
 
-def _apart(one: Space, other: Space) -> list[list[Any]]:
+def _apart(one: Space, other: Space) -> list[Difference]:
     """Return the facts in which two namespaces differ, in the order of NamespaceSpec's fields; facts missing in a
     report are not compared."""
     complete = bool(one.groups and other.groups)
-    apart = []
+    apart: list[Difference] = []
     if complete and len(one.groups) != len(other.groups):
-        apart.append(["groups", len(one.groups), len(other.groups)])
+        apart.append(("groups", len(one.groups), len(other.groups)))
     elif complete:
         apart += differences(one.fields(), other.fields(), None)
     if complete or (one.identity and other.identity):

@@ -14,9 +14,8 @@ import sys
 import termios
 import time
 import tty
-from collections import Counter
-from collections.abc import Callable, Generator, Iterator
-from typing import Any, NamedTuple, TextIO
+from collections.abc import Generator, Iterator
+from typing import NamedTuple, TextIO
 
 import click
 
@@ -28,6 +27,7 @@ from kvcache_server.admin_client import AdminClient
 from kvcache_server.commands import describe
 from kvcache_server.commands.options import endpoint_option
 from kvcache_server.core.limits import OPERATOR
+from kvcache_server.status import Counts, Status
 
 BAR = 40
 _NOT_NEEDED = {Refusal.PRESENT.name.lower(), Refusal.IN_FLIGHT.name.lower()}
@@ -48,26 +48,26 @@ class Line(NamedTuple):
 class Sample(NamedTuple):
     """One report of the daemon, and the time of its arrival."""
 
-    stats: dict[str, Any]
+    figures: Status
     at: float
 
 
 def frame(before: Sample, after: Sample) -> list[Line]:
     """Return the frame for `after`, with rates since `before`, which is of the same daemon."""
-    stats, pool = after.stats, after.stats["pool"]
-    filled = round(BAR * pool["used_bytes"] / pool["bytes"])
+    figures, pool = after.figures, after.figures.pool
+    filled = round(BAR * pool.used_bytes / pool.bytes)
     return [
-        Line(describe.heading(stats), True),
+        Line(describe.heading(figures.daemon), True),
         Line(f"pool  [{'#' * filled:.<{BAR}}] {describe.occupied(pool)}"),
-        Line(f"      {describe.blocks(pool)}" + ("; in grace: nothing is evicted" if stats.get("grace") else "")),
+        Line(f"      {describe.blocks(pool)}" + ("; in grace: nothing is evicted" if figures.grace else "")),
         Line(""),
         *_traffic(before, after),
         Line(""),
         *_tiers(before, after),
         *_headed(_namespaces(before, after)),
         Line(""),
-        *_headed(_sessions(stats)),
-        *map(Line, describe.away(stats)),
+        *_headed(_sessions(figures)),
+        *map(Line, describe.away(figures.away)),
     ]
 
 
@@ -79,10 +79,10 @@ def _traffic(before: Sample, after: Sample) -> list[Line]:
     seconds = max(after.at - before.at, 1e-9)
 
     def gained(name: str) -> tuple[int, int]:
-        return _gain(before, after, "counters", name)
+        return _gain(before.figures.counters, after.figures.counters, name)
 
     def told(name: str) -> tuple[int, int]:
-        return _gain(before, after, "told", name)
+        return _gain(before.figures.told, after.figures.told, name)
 
     def row(
         name: str, blocks: tuple[float, float] | None, size: tuple[float, float] | None, more: str = ""
@@ -93,15 +93,15 @@ def _traffic(before: Sample, after: Sample) -> list[Line]:
 
     asked, found = gained("blocks_requested"), gained("blocks_hit")
     saved, evicted = gained("blocks_committed"), gained("blocks_evicted")
-    refusals = {reason: count for reason, count in after.stats["refusals"].items() if reason not in _NOT_NEEDED}
+    refusals = {reason: count for reason, count in after.figures.refusals.items() if reason not in _NOT_NEEDED}
     refused = sum(refusals.values())
-    until = sum(count for reason, count in before.stats["refusals"].items() if reason not in _NOT_NEEDED)
+    until = sum(count for reason, count in before.figures.refusals.items() if reason not in _NOT_NEEDED)
     rows = [
         row("asked for", asked, None),
-        row("found", found, _bytes(before, after, _found)),
+        row("found", found, _bytes(before, after, "hit_bytes")),
         row("needed", told("needed_blocks"), told("needed_bytes")),
         row("loaded", None, told("loaded_bytes")),  # counted by ranks, which know only bytes
-        row("saved", saved, _bytes(before, after, _saved)),
+        row("saved", saved, _bytes(before, after, "saved_bytes")),
         row("evicted", evicted, None),
         row("refused", (refused - until, refused), None, describe.counts(refusals) if refused else ""),
     ]
@@ -113,20 +113,21 @@ def _traffic(before: Sample, after: Sample) -> list[Line]:
 def _tiers(before: Sample, after: Sample) -> list[Line]:
     """Return a table of the tiers and an empty line; nothing if there are none."""
     seconds = max(after.at - before.at, 1e-9)
-    earlier = {each["name"]: each for each in before.stats["daemon"]["tiers"]}
+    earlier = {each.name: each for each in before.figures.daemon.tiers}
     rows, states = [], []
-    for tier in after.stats["daemon"]["tiers"]:
-        total: Counter[str] = Counter({key: n for key, n in tier.items() if isinstance(n, int)})
+    for tier in after.figures.daemon.tiers:
         # A tier that has just come back continues its former counts: this is no rate.
-        now = {key: n - earlier.get(tier["name"], tier).get(key, 0) for key, n in total.items()}
-        gained = Counter(now)
-        row = [tier["name"]]
-        row += [describe.ratio(each["blocks_found"], each["blocks_looked_up"]) for each in (gained, total)]
-        for key in ("bytes_brought", "bytes_written"):
-            row += [f"{format_size(gained[key] / seconds)}/s", format_size(total[key])]
-        rows.append([*row, format_size(tier["to_bring_bytes"]), f"{tier['to_write_blocks']:,}"])
+        last = earlier.get(tier.name, tier)
+        row = [
+            tier.name,
+            describe.ratio(tier.blocks_found - last.blocks_found, tier.blocks_looked_up - last.blocks_looked_up),
+            describe.ratio(tier.blocks_found, tier.blocks_looked_up),
+        ]
+        for now, then in ((tier.bytes_brought, last.bytes_brought), (tier.bytes_written, last.bytes_written)):
+            row += [f"{format_size((now - then) / seconds)}/s", format_size(now)]
+        rows.append([*row, format_size(tier.to_bring_bytes), f"{tier.to_write_blocks:,}"])
         states.append(describe.tier_state(tier))
-    for name, state in describe.absent_tiers(after.stats["daemon"]).items():
+    for name, state in describe.absent_tiers(after.figures.daemon).items():
         rows.append([name, *[""] * 8])
         states.append(state)
     if not rows:
@@ -136,47 +137,37 @@ def _tiers(before: Sample, after: Sample) -> list[Line]:
     return [*_headed([table[0], *map("  ".join, zip(table[1:], states, strict=True))]), Line("")]
 
 
-def _gain(before: Sample, after: Sample, kind: str, name: str) -> tuple[int, int]:
+def _gain(before: Counts, after: Counts, name: str) -> tuple[int, int]:
     """Return the increase of a count since `before`, and the count."""
-    total = after.stats[kind].get(name, 0)
-    return total - before.stats[kind].get(name, 0), total
+    total = after.get(name, 0)
+    return total - before.get(name, 0), total
 
 
-def _bytes(before: Sample, after: Sample, of: Callable[[dict[str, Any]], int | None]) -> tuple[float, float] | None:
-    """Return the bytes since `before` and in total, summed `of` all namespaces; None if it is not reported."""
-    now, earlier = ({space["id"]: of(space) or 0 for space in each.stats["namespaces"]} for each in (after, before))
-    if any(of(space) is None for space in after.stats["namespaces"]):
-        return None
+def _bytes(before: Sample, after: Sample, field: str) -> tuple[float, float]:
+    """Return a sum of all namespaces: the increase since `before`, and the total."""
+    now, earlier = ({space.id: getattr(space, field) for space in each.figures.namespaces} for each in (after, before))
     return sum(size - earlier.get(name, 0) for name, size in now.items()), sum(now.values())
 
 
-def _found(space: dict[str, Any]) -> int:
-    return describe.found([space])
-
-
-def _saved(space: dict[str, Any]) -> int | None:
-    size: int | None = space.get("saved_bytes")
-    return size
-
-
 def _namespaces(before: Sample, after: Sample) -> list[str]:
-    earlier = {space["id"]: space for space in before.stats["namespaces"]}
+    earlier = {space.id: space for space in before.figures.namespaces}
     rows = []
-    for space in sorted(after.stats["namespaces"], key=lambda space: -space["bytes"]):
-        last = earlier.get(space["id"], {})
-        hits, asked = (space[key] - last.get(key, 0) for key in ("hit_blocks", "requested_blocks"))
+    for space in sorted(after.figures.namespaces, key=lambda space: -space.bytes):
+        last = earlier.get(space.id)
+        hits, asked = (last.hit_blocks, last.requested_blocks) if last else (0, 0)
         rows.append(
             (
-                *(space["id"], space["model"], f"{space['blocks']:,}", format_size(space["bytes"])),
-                *(describe.ratio(hits, asked), describe.ratio(space["hit_blocks"], space["requested_blocks"])),
+                *(space.id, space.model, f"{space.blocks:,}", format_size(space.bytes)),
+                describe.ratio(space.hit_blocks - hits, space.requested_blocks - asked),
+                describe.ratio(space.hit_blocks, space.requested_blocks),
             )
         )
     return describe.table(("namespace", "model", "blocks", "size", "hits now", "overall"), rows, left=2)
 
 
-def _sessions(stats: dict[str, Any]) -> list[str]:
-    engines = [session for session in stats["sessions"] if session["engine"] != OPERATOR]
-    others = len(stats["sessions"]) - len(engines)
+def _sessions(figures: Status) -> list[str]:
+    engines = [session for session in figures.sessions if session.engine != OPERATOR]
+    others = len(figures.sessions) - len(engines)
     return [*describe.sessions(engines), *([f"and {others} of operators"] if others else [])]
 
 
@@ -244,7 +235,7 @@ def samples(endpoint: str) -> Generator[Sample | KVCacheError, None, None]:
         while True:
             try:
                 admin = admin or AdminClient(endpoint, "top")
-                yield Sample(admin.stats(), time.monotonic())
+                yield Sample(admin.status(), time.monotonic())
             except (Unavailable, BadToken) as error:  # BadToken: a new daemon, which does not know this session
                 if admin is not None:
                     admin.close()

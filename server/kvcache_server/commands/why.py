@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Iterable
-from typing import Any
 
 import click
+import msgspec
 
-from kvcache_proto import messages as m
 from kvcache_proto.text import escaped
 from kvcache_proto.types import MAX_NAME
 from kvcache_server.admin_client import AdminClient
 from kvcache_server.commands.options import endpoint_option
+from kvcache_server.explanation import Answer, Explanation, Remembered, Run, TierRun
 
 # One line per cause; {engine}, {where}, {ages} and so on are filled in from the facts that come with it.
 CAUSES = {
@@ -133,110 +132,102 @@ def command(request: str, endpoint: str, as_json: bool) -> None:
     if len(request) > MAX_NAME:
         raise click.BadParameter(f"at most {MAX_NAME} characters")
     with AdminClient(endpoint, "why") as admin:
-        answer = admin.ask(m.Why(0, b"", request)).answer
-    click.echo(json.dumps(answer, indent=2) if as_json else describe(answer))
-    if not answer["explained"]:
+        answer = admin.why(request)
+    click.echo(msgspec.json.format(msgspec.json.encode(answer)).decode() if as_json else describe(answer))
+    if not answer.explained:
         raise SystemExit(1)
 
 
-def describe(answer: dict[str, Any]) -> str:
+def describe(answer: Answer) -> str:
     """Return the answer as text."""
-    memory = answer["remembered"]
-    if answer["matched"] > 1:
-        lines = [f"{answer['matched']} requests have {answer['asked']!r} in their ids:", *answer["matches"]]
-    elif not answer["explained"]:
-        back = _age(memory["lookups_since_s"])
+    memory = answer.remembered
+    if answer.matched > 1:
+        lines = [f"{answer.matched} requests have {answer.asked!r} in their ids:", *answer.matches]
+    elif not answer.explained:
+        back = _age(memory.lookups_since_s)
         lines = [
-            f"nothing is known about {answer['asked']!r}: all of its blocks were hits, or in the engine's own prefix",
+            f"nothing is known about {answer.asked!r}: all of its blocks were hits, or in the engine's own prefix",
             "cache; or it has no full block; or its engine does not name its requests; or it was too long ago: the",
-            f"last {memory['lookups']:,} lookups that missed something are remembered, {back} back.",
+            f"last {memory.lookups:,} lookups that missed something are remembered, {back} back.",
         ]
-        if answer["latest"]:
-            lines += ["the most recent ones:", *answer["latest"]]
+        if answer.latest:
+            lines += ["the most recent ones:", *answer.latest]
     else:
-        lines = [line for each in answer["explained"] for line in _explained(each, memory)]
-        if (more := answer["engines"] - len(answer["explained"])) > 0:
+        lines = [line for each in answer.explained for line in _explained(each, memory)]
+        if (more := answer.engines - len(answer.explained)) > 0:
             lines.append(f"{more} other engines had a request with this id, too")
     lines.append("")
     lines.append(_memory(memory))
     return "\n".join(map(escaped, lines))
 
 
-def _explained(told: dict[str, Any], memory: dict[str, Any]) -> list[str]:
-    head = f"request {told['request']} of engine {told['engine']}"
-    if told["runs"]:
-        length = f" for {told['tokens']:,} tokens" if told["tokens"] else ""
+def _explained(told: Explanation, memory: Remembered) -> list[str]:
+    head = f"request {told.request} of engine {told.engine}"
+    if told.runs:
+        length = f" for {told.tokens:,} tokens" if told.tokens else ""
         head += (
-            f", {_age(told['age_s'])} ago: {told['hits']:,} hits of {told['blocks']:,} blocks of "
-            f"{told['block_tokens']} tokens{length}, in namespace {told['namespace']} ({told['model']})"
+            f", {_age(told.age_s)} ago: {told.hits:,} hits of {told.blocks:,} blocks of "
+            f"{told.block_tokens} tokens{length}, in namespace {told.namespace} ({told.model})"
         )
     lines = [head]
-    width = max((len(_blocks(run)) for run in told["runs"]), default=0)
-    lines += [f"  {_blocks(run).ljust(width)}  {_sentence(run, told, memory)}" for run in told["runs"]]
-    for each in told.get("tiers", ()):
-        facts = defaultdict(str, each, after=_age(each.get("after_s", 0.0)))
-        said = TIERS.get(each["cause"], each["cause"]).format_map(facts)
-        lines.append(f"  tier {each['tier']}, {_blocks(each)}: {said}")
-    for kept in told.get("retained", ()):
-        lines.append(
-            f"  retained: {kept['blocks']:,} of {kept['wanted']:,} blocks, for {_age(kept['ends_s'])} from now on"
-        )
-    for note in told["notes"]:
-        saved = f" ({note['blocks']:,} blocks{'' if note['cause'] in _RETAINED else ' not saved'})"
-        saved = saved if note["blocks"] else ""
-        why = CAUSES.get(note["cause"], note["cause"]) if note["blocks"] else NOTES.get(note["cause"], note["cause"])
+    width = max((len(_blocks(run)) for run in told.runs), default=0)
+    lines += [f"  {_blocks(run).ljust(width)}  {_sentence(run, told, memory)}" for run in told.runs]
+    for each in told.tiers:
+        facts = {"why": each.why, "found": each.found, "brought": each.brought, "after": _age(each.after_s)}
+        lines.append(f"  tier {each.tier}, {_blocks(each)}: {TIERS.get(each.cause, each.cause).format_map(facts)}")
+    for kept in told.retained:
+        lines.append(f"  retained: {kept.blocks:,} of {kept.wanted:,} blocks, for {_age(kept.ends_s)} from now on")
+    for note in told.notes:
+        saved = f" ({note.blocks:,} blocks{'' if note.cause in _RETAINED else ' not saved'})" if note.blocks else ""
+        why = (CAUSES if note.blocks else NOTES).get(note.cause, note.cause)
         # An engine may name any cause, even one that needs facts which only the daemon has.
-        facts = defaultdict(lambda: "unknown", engine=told["engine"], ages=_age(note["age_s"]), own=told["engine"])
-        why = why.format_map(facts)
-        by = "" if note["cause"] in _RETAINED else "reported by the engine "
-        lines.append(f"  {by}{_age(note['age_s'])} ago: {why}{saved}")
+        why = why.format_map(defaultdict(lambda: "unknown", engine=told.engine, ages=_age(note.age_s), own=told.engine))
+        by = "" if note.cause in _RETAINED else "reported by the engine "
+        lines.append(f"  {by}{_age(note.age_s)} ago: {why}{saved}")
     return lines
 
 
-def _blocks(run: dict[str, Any]) -> str:
-    return f"block {run['first']}" if run["first"] == run["last"] else f"blocks {run['first']}-{run['last']}"
+def _blocks(run: Run | TierRun) -> str:
+    return f"block {run.first}" if run.first == run.last else f"blocks {run.first}-{run.last}"
 
 
-def _sentence(run: dict[str, Any], told: dict[str, Any], memory: dict[str, Any]) -> str:
-    said: str = CAUSES.get(run["cause"], run["cause"]).format(
-        engine=run.get("engine", "?"),
-        own=told["engine"],
-        by=f" by engine {run['engine']}" if "engine" in run else "",
-        where=f" in namespace {run['namespace']} ({run['model']})" if "namespace" in run else "",
-        where_else=f"{run.get('namespace', '')} ({run.get('model', '')})",
-        ages=_ages(run.get("ages_s", ())),
+def _sentence(run: Run, told: Explanation, memory: Remembered) -> str:
+    said = CAUSES.get(run.cause, run.cause).format(
+        engine=run.engine or "?",
+        own=told.engine,
+        by=f" by engine {run.engine}" if run.engine else "",
+        where=f" in namespace {run.namespace} ({run.model})" if run.namespace else "",
+        where_else=f"{run.namespace} ({run.model})",
+        ages=_ages(run.ages_s or ()),
         worth=_worth(run),
-        began=BEGAN.get(memory["began_empty"], memory["began_empty"]),
+        began=BEGAN.get(memory.began_empty, memory.began_empty),
     )
-    if "fields" in run:
-        said += ": " + "; ".join(
-            f"{field} is {here!r} here and {there!r} there" for field, here, there in run["fields"]
-        )
-    now = run.get("cached_now", 0)
-    if now:
-        said += f" ({'cached' if now == run['last'] - run['first'] + 1 else f'{now:,} of them cached'} now)"
+    if run.fields:
+        said += ": " + "; ".join(f"{field} is {here!r} here and {there!r} there" for field, here, there in run.fields)
+    if now := run.cached_now:
+        said += f" ({'cached' if now == run.last - run.first + 1 else f'{now:,} of them cached'} now)"
     return said
 
 
-def _worth(run: dict[str, Any]) -> str:
+def _worth(run: Run) -> str:
     """Return the reason that these blocks were evicted rather than others."""
-    if "asked" not in run:
+    if not run.asked:
         return ""
-    others = _OTHERS[run["cause"]]
-    reason = f"less recently than {others}" if run["by_age"] else f"and worth less than {others}"
-    return f"; asked for {_ASKED[run['asked']]}, last about {_ages(run['unused_s'])} before, {reason}"
+    others = _OTHERS[run.cause]
+    reason = f"less recently than {others}" if run.by_age else f"and worth less than {others}"
+    return f"; asked for {_ASKED[run.asked]}, last about {_ages(run.unused_s or ())} before, {reason}"
 
 
 def _ages(seconds: Iterable[float]) -> str:
     return " to ".join(dict.fromkeys(map(_age, seconds)))
 
 
-def _memory(memory: dict[str, Any]) -> str:
+def _memory(memory: Remembered) -> str:
     return (
-        f"remembered: {memory['lookups']:,} lookups in the last {_age(memory['lookups_since_s'])}; "
-        f"{memory['departures']:,} blocks that were evicted or not saved in the last "
-        f"{_age(memory['departures_since_s'])}. The daemon started {_age(memory['began_s'])} ago: "
-        f"{BEGAN.get(memory['began_empty'], memory['began_empty'])}."
+        f"remembered: {memory.lookups:,} lookups in the last {_age(memory.lookups_since_s)}; "
+        f"{memory.departures:,} blocks that were evicted or not saved in the last "
+        f"{_age(memory.departures_since_s)}. The daemon started {_age(memory.began_s)} ago: "
+        f"{BEGAN.get(memory.began_empty, memory.began_empty)}."
     )
 
 

@@ -16,6 +16,7 @@ from kvcache_proto import messages as m
 from kvcache_proto.errors import ClientError, NotPermitted, Unavailable
 from kvcache_proto.region import RegionRows
 from kvcache_proto.types import PoolGeometry
+from kvcache_server import status
 from kvcache_server.core.checksums import Checksums
 from kvcache_server.core.effects import Actor, Effects, SessionGone
 from kvcache_server.core.eviction.policy import WORTH, Eviction
@@ -80,14 +81,11 @@ class Cache:
         draw = keyed_draw(secret)
         self.lots = Lots(draw)
         self.eviction = Eviction(self.pool, limits, self.counters, self.effects, self.sweeper, draw, self.lots, policy)
-        self.learner = self.eviction.learner
         self.registry = Registry(self.pool, self.eviction, limits, self.counters, self.effects, self.sweeper)
-        # Shorthands.
-        self.namespaces, self.engines = self.registry.namespaces, self.registry.engines
-        self.sessions = self.registry.sessions
-        self.lookups = Lookups(self.pool, self.learner, limits, self.counters, self.refusals)
+        self.namespaces, self.sessions = self.registry.namespaces, self.registry.sessions
+        self.lookups = Lookups(self.pool, self.eviction.learner, limits, self.counters, self.refusals)
         self.reservations = Reservations(
-            *(self.pool, self.eviction, self.engines, limits),
+            *(self.pool, self.eviction, self.registry.engines, limits),
             *(self.counters, self.refusals, self.effects, self.sweeper),
         )
         self.lookups.last = self.reservations.last = epoch << EPOCH_SHIFT
@@ -165,8 +163,19 @@ class Cache:
         return self.eviction.ranking.by_age
 
     @property
-    def evicted_blocks(self) -> int:
-        return self.eviction.evictions.total()
+    def evictions(self) -> Counter[str]:
+        """The evicted blocks by cause."""
+        return self.eviction.evictions
+
+    @property
+    def evicted_unread(self) -> int:
+        """The evicted blocks that no lookup had found."""
+        return self.eviction.evicted_unread
+
+    @property
+    def engines(self) -> Mapping[str, Engine]:
+        """The engines by name."""
+        return self.registry.engines
 
     @property
     def away(self) -> Mapping[int, Engine]:
@@ -191,7 +200,7 @@ class Cache:
 
     def is_likely_to_return(self, account: Account) -> bool:
         """Whether most blocks of the account that were requested once will be requested again."""
-        return likely(self.learner.worths, account.share)
+        return likely(self.eviction.learner.worths, account.share)
 
     def next_to_go(self, start: int, most: int) -> Iterator[tuple[int, Block]]:
         """Iterate over about `most` leaves of each order that will be evicted soon, with the number of their account:
@@ -200,29 +209,28 @@ class Cache:
         numbers = ((start + each) % len(accounts) for each in range(len(accounts)))
         return ((at, leaf) for at in numbers for order in accounts[at].orders for leaf in order.next_ones(most))
 
-    def survey(self) -> dict[str, Any]:
+    def survey(self) -> status.Pool:
         """Return the sizes of the pool, and its bytes by state."""
         survey, quarantined = self.pool.survey(), self.pool.quarantine.bytes
-        return {
-            "region_id": self.geometry.region_id.hex(),
-            "bytes": self.capacity,
-            "used_bytes": self.used,
-            "pages": self.geometry.pages,
-            "page_bytes": self.geometry.page_bytes,
-            "blocks_quarantined": len(self.pool.quarantine),
-            # These four add up to the whole pool.
-            "ready_bytes": survey.used - survey.busy,
-            "writing_bytes": survey.busy - quarantined,
-            "quarantined_bytes": quarantined,
-            "free_bytes": survey.free,
-            "free_runs": len(self.pool.free.runs()),
-        }
+        return status.Pool(
+            region_id=self.geometry.region_id.hex(),
+            bytes=self.capacity,
+            used_bytes=self.used,
+            pages=self.geometry.pages,
+            page_bytes=self.geometry.page_bytes,
+            blocks_quarantined=len(self.pool.quarantine),
+            ready_bytes=survey.used - survey.busy,
+            writing_bytes=survey.busy - quarantined,
+            quarantined_bytes=quarantined,
+            free_bytes=survey.free,
+            free_runs=len(self.pool.free.runs()),
+        )
 
-    def evicted(self) -> dict[str, Any]:
-        """Return the figures of eviction."""
+    def eviction_figures(self) -> status.Eviction:
+        """Return the order of eviction, and hits and evictions by class."""
         return self.eviction.figures()
 
-    def retained(self, now: float) -> dict[str, Any]:
+    def retained(self, now: float) -> status.Hints:
         """Return the figures of retentions by engines and pins by operators. O(retentions): a few milliseconds."""
         return self.retentions.figures(now)
 
@@ -268,7 +276,7 @@ class Cache:
         Raises a ClientError if something is wrong with the request; then the state is unchanged.
         """
         reply = self.answer(session, request, now)
-        self.learner.learn()
+        self.eviction.learner.learn()
         return reply
 
     def answer(self, session: int, request: m.Request, now: float) -> m.Reply | None:
@@ -352,7 +360,7 @@ class Cache:
         """Free slots whose quarantine is over, and account for released leases. Call it a few times per second."""
         self._begin_turn(now)
         self.effects.actor = Actor(now)
-        self.learner.learn()
+        self.eviction.learner.learn()
         self.registry.tick(now)
         if self.eviction.frozen and (not self.registry.not_restated or now >= self._grace_until):
             self.eviction.frozen = False

@@ -13,11 +13,12 @@ from __future__ import annotations
 import math
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from kvcache_proto import messages as m
 from kvcache_proto.errors import BadArgument, ClientError, NotPermitted
 from kvcache_proto.types import FULL, check_hashes
+from kvcache_server import status
 from kvcache_server.core.boundary import boundary
 from kvcache_server.core.effects import Effects, Hinted
 from kvcache_server.core.eviction.policy import DROPPED, Eviction
@@ -365,43 +366,43 @@ class Retentions:
     def _inexact(self) -> Pins | None:
         return next((owner.pins for owner in self.owners() if not owner.pins.exact), None)
 
-    def figures(self, now: float) -> dict[str, Any]:
+    def figures(self, now: float) -> status.Hints:
         """Return the figures of retentions by engines and pins by operators. O(retentions): a few milliseconds."""
         owners = [(owner, len(owner.retentions)) for owner in self.engines.values()]
         owners.sort(key=lambda pair: -pair[0].pins.bytes)
-        return {
-            "retained_bytes": self.retained_bytes,
-            "retentions": sum(count for _, count in owners),
-            "waiting": len(self.waiting),
-            "quota_bytes": self.quota,
-            "pinned_bytes": self.operator.pins.bytes,
-            "pin_quota_bytes": self.operator_quota,
-            "dropped_blocks": self.dropped,
-            "refused": dict(self.refused),
-            "ended": dict(self.ended),
-            "engines": [
-                {
-                    "engine": owner.engine,
-                    "retentions": count,
-                    "bytes": owner.pins.bytes,
-                    "last_ends_s": round(max(each.until for each in owner.retentions.values()) - now, 1),
-                }
+        return status.Hints(
+            retained_bytes=self.retained_bytes,
+            retentions=sum(count for _, count in owners),
+            waiting=len(self.waiting),
+            quota_bytes=self.quota,
+            pinned_bytes=self.operator.pins.bytes,
+            pin_quota_bytes=self.operator_quota,
+            dropped_blocks=self.dropped,
+            refused=dict(self.refused),
+            ended=dict(self.ended),
+            engines=[
+                status.Retainer(
+                    engine=owner.engine,
+                    retentions=count,
+                    bytes=owner.pins.bytes,
+                    last_ends_s=round(max(each.until for each in owner.retentions.values()) - now, 1),
+                )
                 for owner, count in owners[:_MOST_NAMED]
                 if count
             ],
-            "pins": [
-                {
-                    "pin": each.number,
-                    "label": each.label,
-                    "namespace": self._namespaces[each.group.namespace].id,
-                    "blocks": each.held,
-                    "wanted": len(each.names),
-                    "bytes": each.held * each.group.allocated_bytes,
-                }
+            pins=[
+                status.Pin(
+                    pin=each.number,
+                    label=each.label,
+                    namespace=self._namespaces[each.group.namespace].id,
+                    blocks=each.held,
+                    wanted=len(each.names),
+                    bytes=each.held * each.group.allocated_bytes,
+                )
                 for each in self.operator.retentions.values()
                 if each.group.namespace in self._namespaces
             ],
-        }
+        )
 
     # Beginning and end of a retention.
 

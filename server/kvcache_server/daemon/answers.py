@@ -12,7 +12,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Generator
 from functools import partial
-from typing import Any
 
 from kvcache_proto import messages as m
 from kvcache_proto.codec import decode_request, encode
@@ -22,9 +21,9 @@ from kvcache_server.daemon.background import SLOW, Background, SlowQueue
 from kvcache_server.daemon.request_socket import Connection, RequestSocket
 from kvcache_server.daemon.session_registry import SessionRegistry
 from kvcache_server.http.admin_ops import AdminOps
-from kvcache_server.insight.histogram import Histogram
 from kvcache_server.insight.insight import Insight
 from kvcache_server.slices import Steps
+from kvcache_server.status import Histogram
 from kvcache_server.tiering.tiering import Tiering
 
 log = logging.getLogger(__name__)
@@ -51,7 +50,7 @@ class Answers:
         self.messages = 0
         self.errors: Counter[str] = Counter()
         self.drops: Counter[str] = Counter()
-        self.acquire = Histogram(ACQUIRE_SECONDS)
+        self.acquire = Histogram.of(ACQUIRE_SECONDS)
         self.background = Background(loop, cache, end_turn, self.failed)
         self._slow_queue = SlowQueue(loop, self._answer_in_turn)
         self._cache, self._insight, self._tiering, self._sessions = cache, insight, tiering, sessions
@@ -60,13 +59,10 @@ class Answers:
         self._tokens = sessions.tokens
         self._request_socket: RequestSocket
         self._operations: AdminOps
-        self._figures: Callable[[], dict[str, Any]]
 
-    def connect(
-        self, request_socket: RequestSocket, operations: AdminOps, figures: Callable[[], dict[str, Any]]
-    ) -> None:
-        """Set the parts that in turn depend on this object. `figures()` returns the daemon's own figures."""
-        self._request_socket, self._operations, self._figures = request_socket, operations, figures
+    def connect(self, request_socket: RequestSocket, operations: AdminOps) -> None:
+        """Set the parts that in turn depend on this object."""
+        self._request_socket, self._operations = request_socket, operations
 
     def receive(self, sender: Connection, message: bytes | BadFrame) -> None:
         """Answer a message, now or later."""
@@ -207,8 +203,6 @@ class Answers:
             operations.fenced_off(getattr(request, "session", 0), self._sessions.name(session))
         elif type(reply) is m.Distrusted and type(request) is m.Distrust:
             operations.distrusted(request, reply, session, self._sessions.name(session))
-        elif type(reply) is m.Report:
-            reply.stats["daemon"] = self._figures()
         return encode(reply)
 
     def _refusal(self, session: int, request: m.Request | None, error: Exception) -> bytes | None:

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from kvcache_proto.codec import MAX_DOOR_FRAME, MAX_FRAME
 from kvcache_proto.endpoint import socket_path, token_of
 from kvcache_proto.errors import BadFrame, BadToken
+from kvcache_server.status import Connections
 from kvcache_server.transport.connections import LONG, ZmtpConnection, ZmtpServer
 from kvcache_server.transport.sockets import Listener, Peer, choose_victim
 from kvcache_server.transport.zmtp import CutOff, header
@@ -94,9 +95,8 @@ class RequestSocket(ZmtpServer[Connection]):
         self._held = 0
         self.listener = Listener(loop, socket_path(endpoint), endpoint, self._enter, self.count)
 
-    def figures(self) -> dict[str, int | dict[str, int]]:
-        """Return the number of connections, and of those terminated, by reason."""
-        return {"open": len(self._bound) + len(self._unbound), "unbound": len(self._unbound), "cut": dict(self.cuts)}
+    def figures(self) -> Connections:
+        return Connections(len(self._bound) + len(self._unbound), len(self._unbound), dict(self.cuts))
 
     def close(self) -> None:
         """Stop accepting, and close all connections. The loop must not be running."""

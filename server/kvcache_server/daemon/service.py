@@ -32,6 +32,7 @@ from kvcache_server.events.publisher import Publisher
 from kvcache_server.http.admin_ops import AdminOps
 from kvcache_server.insight.insight import Insight
 from kvcache_server.signals import STOP_SIGNALS
+from kvcache_server.status import Daemon
 from kvcache_server.storage.warm_start import WarmStart
 from kvcache_server.tiering.tiering import Tiering
 from kvcache_server.transport.sockets import Peer
@@ -58,7 +59,7 @@ class Service:
         self._config = config
         self._manager = manager
         self._cache, self._state_file, self._region = opened.cache, opened.state, opened.region
-        self._insight = Insight(opened.cache)
+        self._insight = Insight(opened.cache, self._figures)
         self._insight.misses.started(time.monotonic(), opened.empty_reason)
         self._loop = uvloop.new_event_loop()
         self._loop.set_exception_handler(self._callback_failed)
@@ -68,7 +69,7 @@ class Service:
             *(self._loop, self._cache, self._insight, self._tiering, self._sessions, self._deliver, self._end_turn)
         )
         self._admin_ops = AdminOps(
-            *(self._cache, self._insight, self._sessions.look_after, self._figures),
+            *(self._cache, self._insight, self._sessions.look_after),
             *(self._answers.background.run, self._end_turn),
         )
         self._failure: KVCacheError | None = None  # the reason that it cannot go on
@@ -88,7 +89,7 @@ class Service:
                 self._connection_lost,
             )
             opened_so_far.callback(self._request_socket.close)
-            self._answers.connect(self._request_socket, self._admin_ops, self._figures)
+            self._answers.connect(self._request_socket, self._admin_ops)
             geometry = self._region.geometry
             self._door = Door(self._loop, config.endpoint, self._region.fd, geometry, self._admit, self._leave)
             opened_so_far.callback(self._door.close)
@@ -286,8 +287,8 @@ class Service:
     def _look_after_tiers(self) -> None:
         """End the processes of tiers that hang, and no longer wait for those that have ended."""
         for each in self._tier_processes.report():
-            if each["ended"]:
-                self._tiering.expect_no_more(str(each["name"]))
+            if each.ended:
+                self._tiering.expect_no_more(each.name)
         for name in self._tiering.hanging(time.monotonic()):
             self._tier_processes.kill(name, "has asked for no work, or ended none, for too long")
 
@@ -297,29 +298,29 @@ class Service:
         self._manager.status(self._state())
         self._admin_ops.summarise(self._answers.messages, len(self._sessions))
 
-    def _figures(self) -> dict[str, Any]:
-        return {
-            "version": __version__,
-            "pid": os.getpid(),
-            "started_at": round(self._started_at, 3),
-            "uptime_s": round(time.monotonic() - self._started, 1),
-            "endpoint": self._config.endpoint,
-            "region": self._region.path,
-            "region_bytes": self._region.geometry.region_bytes,
-            "present_bytes": self._region.present,
-            "locked": self._region.locked,
-            "messages": self._answers.messages,
-            "sessions_opened": self._sessions.opened,
-            "max_sessions": self._reloading.config.max_sessions,
-            "acquire": self._answers.acquire.figures(),
-            "errors": dict(self._answers.errors),
-            "drops": dict(self._answers.drops),
-            "door_refused": dict(self._door.refused),
-            "connections": self._request_socket.figures(),
-            "integrity": dict(self._admin_ops.integrity),
-            "log_level": logs.level(),
-            "http": self._http.figures() if self._http else None,
-            "tiers": self._tiering.report(),
-            "tier_processes": self._tier_processes.report(),
-            "events": self._publisher.report() if self._publisher is not None else {},
-        }
+    def _figures(self) -> Daemon:
+        return Daemon(
+            version=__version__,
+            pid=os.getpid(),
+            started_at=round(self._started_at, 3),
+            uptime_s=round(time.monotonic() - self._started, 1),
+            endpoint=self._config.endpoint,
+            region=self._region.path,
+            region_bytes=self._region.geometry.region_bytes,
+            present_bytes=self._region.present,
+            locked=self._region.locked,
+            log_level=logs.level(),
+            messages=self._answers.messages,
+            sessions_opened=self._sessions.opened,
+            max_sessions=self._reloading.config.max_sessions,
+            acquire=self._answers.acquire,
+            errors=dict(self._answers.errors),
+            drops=dict(self._answers.drops),
+            door_refused=dict(self._door.refused),
+            connections=self._request_socket.figures(),
+            integrity=self._admin_ops.integrity,
+            http=self._http.figures() if self._http else None,
+            tiers=self._tiering.report(),
+            tier_processes=self._tier_processes.report(),
+            events=self._publisher.report() if self._publisher else None,
+        )

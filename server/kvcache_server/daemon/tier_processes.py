@@ -16,6 +16,7 @@ import time
 from collections.abc import Sequence
 
 from kvcache_server.config import TierSettings
+from kvcache_server.status import TierProcess
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +49,7 @@ class TierProcesses:
             if each.name == name:
                 runner.kill(why)
 
-    def report(self) -> list[dict[str, object]]:
+    def report(self) -> list[TierProcess]:
         """Return, for `status`, the processes, how often each was started, and the reason if one is not running."""
         return [runner.report() for runner in self._running.values()]
 
@@ -75,8 +76,8 @@ class _Runner:
             log.warning("tier %s: killed, because it %s", self._settings.name, why)
             process.kill()
 
-    def report(self) -> dict[str, object]:
-        return {"name": self._settings.name, "starts": self._starts, "ended": self._ended}
+    def report(self) -> TierProcess:
+        return TierProcess(self._settings.name, self._starts, self._ended)
 
     def _run(self) -> None:
         pause = FIRST_PAUSE

@@ -12,7 +12,6 @@ import logging
 import time
 from collections import Counter, deque
 from collections.abc import Iterator
-from typing import Any
 
 from kvcache_proto.endpoint import socket_path
 from kvcache_proto.types import MAX_NAME
@@ -29,6 +28,7 @@ from kvcache_server.events.subscribers import (
     publisher_role,
 )
 from kvcache_server.events.topics import Topics
+from kvcache_server.status import Events
 
 log = logging.getLogger(__name__)
 
@@ -89,17 +89,20 @@ class Publisher:
         self._server.close()
         self._sequence_file.close()
 
-    def report(self) -> dict[str, Any]:
-        """Return the bound endpoints, connections, the number of subscribed topics, and counts of batches and
-        errors."""
-        counts = ("batches", "batches_lost", "replays", "replays_cut", "subscriptions_cut", "nonsense")
-        return {
-            "endpoint": self._endpoints[0],
-            "replay": self._endpoints[1] if len(self._endpoints) > 1 else "",
-            "subscriptions": len(self._topics),
-            **{name: self._counts[name] for name in counts},
-            "connections": self._server.figures(),
-        }
+    def report(self) -> Events:
+        """Return figures for `status`."""
+        return Events(
+            endpoint=self._endpoints[0],
+            replay=self._endpoints[1] if len(self._endpoints) > 1 else "",
+            subscriptions=len(self._topics),
+            batches=self._counts["batches"],
+            batches_lost=self._counts["batches_lost"],
+            replays=self._counts["replays"],
+            replays_cut=self._counts["replays_cut"],
+            subscriptions_cut=self._counts["subscriptions_cut"],
+            nonsense=self._counts["nonsense"],
+            connections=self._server.figures(),
+        )
 
     # Publishing.
 

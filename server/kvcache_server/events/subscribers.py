@@ -17,6 +17,7 @@ from kvcache_proto.endpoint import SCHEME, socket_path
 from kvcache_proto.errors import BadFrame, NotPermitted
 from kvcache_server.events.batches import Batch
 from kvcache_server.rates import Rate
+from kvcache_server.status import Connections
 from kvcache_server.transport.connections import ZmtpConnection, ZmtpServer
 from kvcache_server.transport.sockets import BACKLOG, Acceptor, Listener, Peer, choose_victim
 from kvcache_server.transport.zmtp import ROUTER, CutOff, Role
@@ -143,9 +144,8 @@ class SubscriberServer(ZmtpServer[EventConnection]):
             acceptor.close()
         self.close_all(self._open)
 
-    def figures(self) -> dict[str, int | dict[str, int]]:
-        """Return the number of connections, and of those terminated, by reason."""
-        return {"open": len(self._open), "cut": dict(self.cuts)}
+    def figures(self) -> Connections:
+        return Connections(len(self._open), 0, dict(self.cuts))
 
     def resume(self, connection: EventConnection) -> None:
         super().resume(connection)

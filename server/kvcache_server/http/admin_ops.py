@@ -17,6 +17,7 @@ from kvcache_server.core import integrity
 from kvcache_server.core.cache import Cache
 from kvcache_server.insight.insight import Insight
 from kvcache_server.slices import Steps
+from kvcache_server.status import Integrity, Level, Status
 
 log = logging.getLogger(__name__)
 
@@ -32,14 +33,13 @@ class AdminOps:
         cache: Cache,
         insight: Insight,
         tidy: Callable[[int], None],
-        figures: Callable[[], dict[str, Any]],
         run: Callable[[Steps[Any]], Awaitable[Any]],
         end_turn: Callable[[], None],
     ) -> None:
-        """`tidy(session)` cleans up after a session that was fenced off; `figures()` returns the daemon's own;
-        `run(steps)` does long work in slices; `end_turn()` delivers the core's reports."""
-        self.integrity = {"checks": 0, "failures": 0}
-        self._cache, self._insight, self._tidy, self._figures = cache, insight, tidy, figures
+        """`tidy(session)` cleans up after a session that was fenced off; `run(steps)` does long work in slices;
+        `end_turn()` delivers the core's reports."""
+        self.integrity = Integrity()
+        self._cache, self._insight, self._tidy = cache, insight, tidy
         self._run, self._end_turn = run, end_turn
         self._told: dict[str, int] = {}
         self._noted: set[int] = set()  # namespaces, by number, whose overhead has been logged
@@ -51,10 +51,10 @@ class AdminOps:
         """Whether sessions of the previous daemon are still reconnecting, so that nothing is evicted."""
         return self._cache.in_grace
 
-    async def report(self) -> dict[str, Any]:
+    async def report(self) -> Status:
         """Return the figures of `status`."""
-        stats: dict[str, Any] = await self._run(self._insight.reporting(time.monotonic()))
-        return stats | {"daemon": self._figures()}
+        figures: Status = await self._run(self._insight.reporting(time.monotonic()))
+        return figures
 
     def attached(self, number: int) -> None:
         """Warn, once per namespace, if its blocks leave much of their pages unused."""
@@ -84,7 +84,7 @@ class AdminOps:
             "asked": counters.get("blocks_requested", 0),
             "hit": counters.get("blocks_hit", 0),
             "stored": counters.get("blocks_committed", 0),
-            "evicted": cache.evicted_blocks,
+            "evicted": cache.evictions.total(),
             "refused": cache.refusals.total(),
         }
         new = {key: value - self._told.get(key, 0) for key, value in now.items()}
@@ -141,7 +141,7 @@ class AdminOps:
         log.warning("session %d was fenced off by %s", session, who)
         self._tidy(session)
 
-    def set_log_level(self, level: str, who: str) -> str:
+    def set_log_level(self, level: str, who: str) -> Level:
         """Set the log level and return the previous one."""
         before = logs.level()
         logs.set_level(level)
@@ -160,12 +160,12 @@ class AdminOps:
             else:
                 integrity.check_integrity(self._cache)
         except AssertionError as error:
-            self.integrity["failures"] += 1
+            self.integrity.failures += 1
             log.error("integrity: broken: %s", error)
             broken = str(error) or "broken"
         else:
             log.info("integrity: sound")
-        self.integrity["checks"] += 1
+        self.integrity.checks += 1
         return broken
 
     def _auditing(self) -> Steps[None]:

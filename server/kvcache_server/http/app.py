@@ -13,8 +13,6 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Callable
-from functools import partial
-from typing import Any, cast
 
 import msgspec
 from aiohttp import web
@@ -30,6 +28,7 @@ from kvcache_server.http.auth import BearerToken
 from kvcache_server.http.connection_limiter import LINES_A_MINUTE, ConnectionLimiter, listen, quiet_logger, url_of
 from kvcache_server.http.replies import JSON, decode, finish_replies, json_response, make_runner
 from kvcache_server.rates import DutyCycle, Rate
+from kvcache_server.status import Http, Status
 
 log = logging.getLogger(__name__)
 
@@ -87,9 +86,9 @@ class HttpApp:
         if self._limiter:
             self._limiter.collect()
 
-    def figures(self) -> dict[str, Any]:
+    def figures(self) -> Http:
         cuts = self._limiter.cuts if self._limiter else {}
-        return {"address": self.address, "answers": dict(self._answers), "cuts": dict(cuts)}
+        return Http(self.address, dict(self._answers), dict(cuts))
 
     def _app(self) -> web.Application:
         replies = finish_replies(
@@ -128,7 +127,7 @@ class HttpApp:
 
         return guarded
 
-    async def _answer(self, make: Callable[[dict[str, Any]], bytes], content_type: str = JSON) -> web.Response:
+    async def _answer(self, make: Callable[[Status], bytes], content_type: str = JSON) -> web.Response:
         """Answer with the result of `make` for a report.
 
         Reports are made one at a time. Each is followed by a pause, in which the loop serves engines; the next request
@@ -159,13 +158,13 @@ class HttpApp:
         return await self._answer(metrics.render, metrics.CONTENT_TYPE)
 
     async def _status(self, request: web.Request) -> web.Response:
-        return await self._answer(partial(_as_json, schema.Status))
+        return await self._answer(msgspec.json.encode)
 
     async def _namespaces(self, request: web.Request) -> web.Response:
-        return await self._answer(partial(_as_json, schema.Namespaces))
+        return await self._answer(lambda figures: msgspec.json.encode(schema.Namespaces(figures.namespaces)))
 
     async def _sessions(self, request: web.Request) -> web.Response:
-        return await self._answer(partial(_as_json, schema.Sessions))
+        return await self._answer(lambda figures: msgspec.json.encode(schema.Sessions(figures.sessions, figures.away)))
 
     # Changes.
 
@@ -175,7 +174,7 @@ class HttpApp:
 
     async def _log_level(self, request: web.Request) -> web.Response:
         level = (decode(await request.read(), schema.LogLevel)).level
-        before = cast(schema.Level, self._admin_ops.set_log_level(level, _who(request)))
+        before = self._admin_ops.set_log_level(level, _who(request))
         return json_response(schema.LogLevelSet(level, before))
 
     async def _fence_off(self, request: web.Request) -> web.Response:
@@ -201,7 +200,3 @@ def _own_names() -> set[str]:
 
 def _who(request: web.Request) -> str:
     return f"the token's bearer at {request.remote}"
-
-
-def _as_json(form: type, report: dict[str, Any]) -> bytes:
-    return msgspec.json.encode(msgspec.convert(report, form))

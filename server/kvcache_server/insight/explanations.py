@@ -12,9 +12,11 @@ import re
 from heapq import nsmallest
 from itertools import islice
 from operator import attrgetter
-from typing import Any
+from typing import NamedTuple
 
-from kvcache_proto.codec import decode_request
+import msgspec
+
+from kvcache_proto.codec import decode_request, packed
 from kvcache_proto.errors import BadArgument, ClientError
 from kvcache_proto.messages import Acquire, Acquired, Explained, Remark, Why
 from kvcache_proto.types import MAX_HASHES, NamespaceSpec, check_hashes
@@ -24,6 +26,7 @@ from kvcache_server.core.eviction.policy import EVICTED_FOR
 from kvcache_server.core.index import TAG_BYTES, Group, tag, tagged
 from kvcache_server.core.limits import LOOK, STEP, Limits
 from kvcache_server.core.sessions import Session
+from kvcache_server.explanation import Answer, Difference, Explanation, Note, Remembered, Retained, Run
 from kvcache_server.insight.differences import differences
 from kvcache_server.insight.miss_log import EngineNote, Lookup, MissLog
 from kvcache_server.slices import Steps
@@ -66,9 +69,9 @@ class Explanations:
             self._misses.notes.append(EngineNote(at, session.engine.name, note.request, note.cause, len(note.hashes)))
 
     def answer(self, request: Why, now: float) -> Steps[Explained]:
-        return Explained(request.id, (yield from self._explain(request.request, now)))
+        return Explained(request.id, packed((yield from self._explain(request.request, now))))
 
-    def _explain(self, text: str, now: float) -> Steps[dict[str, Any]]:
+    def _explain(self, text: str, now: float) -> Steps[Answer]:
         """Return the known facts about the misses of the request whose name is or contains `text`. O(its hashes)."""
         misses = self._misses
         lookups, notes = list(misses.lookups), list(misses.notes)  # copies: both may grow between slices
@@ -78,22 +81,20 @@ class Explanations:
         known = dict.fromkeys(map(attrgetter("request"), heard))  # in order of their first record
         yield
         found = [text] if text in known else [each for each in known if text and text in each]
-        answer: dict[str, Any] = {
-            "asked": text,
-            "matches": found[-LATEST:],
-            "matched": len(found),
-            "engines": 0,
-            "explained": [],
-            "latest": list(known)[-LATEST:][::-1],
-            "remembered": {
-                "lookups": len(lookups),
-                "lookups_since_s": round(now - lookups[0].at, 1) if lookups else 0.0,
-                "departures": misses.departures,
-                "departures_since_s": round(now - misses.since, 1),
-                "began_s": round(now - misses.started_at, 1),
-                "began_empty": misses.empty_reason,
-            },
-        }
+        answer = Answer(
+            asked=text,
+            matches=found[-LATEST:],
+            matched=len(found),
+            latest=list(known)[-LATEST:][::-1],
+            remembered=Remembered(
+                lookups=len(lookups),
+                lookups_since_s=round(now - lookups[0].at, 1) if lookups else 0.0,
+                departures=misses.departures,
+                departures_since_s=round(now - misses.since, 1),
+                began_s=round(now - misses.started_at, 1),
+                began_empty=misses.empty_reason,
+            ),
+        )
         if len(found) == 1:
             yield
             engines: dict[str, tuple[list[Lookup], list[EngineNote]]] = {}  # the records of the request, by engine
@@ -103,27 +104,26 @@ class Explanations:
             for note in notes:
                 if note.request == found[0]:
                     engines.setdefault(note.engine, ([], []))[1].append(note)
-            answer["engines"] = len(engines)
+            answer.engines = len(engines)
             for engine in list(engines)[-LATEST:]:
                 yield
-                answer["explained"].append((yield from self._request(engine, found[0], *engines[engine], now)))
+                answer.explained.append((yield from self._request(engine, found[0], *engines[engine], now)))
         return answer
 
     def _request(
         self, engine: str, name: str, lookups: list[Lookup], notes: list[EngineNote], now: float
-    ) -> Steps[dict[str, Any]]:
+    ) -> Steps[Explanation]:
         """Return the result of an engine's request: of its last lookup, and the engine's notes."""
-        told: dict[str, Any] = {
-            "request": name,
-            "engine": engine,
-            "notes": [{"cause": note.cause, "age_s": round(now - note.at, 3), "blocks": note.blocks} for note in notes],
-            "retained": [
-                {"blocks": each.held, "wanted": len(each.names), "ends_s": round(each.until - now, 1)}
+        told = Explanation(
+            request=name,
+            engine=engine,
+            notes=[Note(note.cause, round(now - note.at, 3), note.blocks) for note in notes],
+            retained=[
+                Retained(each.held, len(each.names), round(each.until - now, 1))
                 for each in self._cache.retained_for(engine, name)
             ],
-            "lookups": len(lookups),
-            "runs": [],
-        }
+            lookups=len(lookups),
+        )
         if not lookups:
             return told
         last = lookups[-1]
@@ -131,17 +131,13 @@ class Explanations:
         assert isinstance(asked, Acquire)
         yield
         spec = self._misses.spaces.get(asked.namespace)
-        told |= {
-            "age_s": round(now - last.at, 3),
-            "namespace": spec.id if spec else "",
-            "model": spec.model if spec else "",
-            "block_tokens": spec.groups[asked.group].block_tokens if spec else 0,
-            "tokens": asked.tokens,
-            "blocks": len(asked.hashes),
-            "hits": last.hits,
-            "runs": (yield from _Walk(self._cache, self._misses, last, asked).runs()),
-            "tiers": [facts for each in last.below for facts in each.told(last.at)],
-        }
+        told.age_s = round(now - last.at, 3)
+        if spec:
+            told.namespace, told.model = spec.id, spec.model
+            told.block_tokens = spec.groups[asked.group].block_tokens
+        told.tokens, told.blocks, told.hits = asked.tokens, len(asked.hashes), last.hits
+        told.runs = yield from _Walk(self._cache, self._misses, last, asked).runs()
+        told.tiers = [run for each in last.below for run in each.told(last.at)]
         return told
 
 
@@ -160,6 +156,14 @@ def kept_back(session: Session, request: Acquire, reply: Acquired, limits: Limit
     return "", 0
 
 
+class _Other(NamedTuple):
+    """Another namespace, and the facts in which it differs."""
+
+    number: int
+    spec: NamespaceSpec
+    differences: list[Difference]
+
+
 class _Walk:
     """Examines the blocks of one lookup in order. The last ones may be examined later, in a newer state."""
 
@@ -168,8 +172,8 @@ class _Walk:
         self._lookup, self._asked, self._at, self._generation = lookup, asked, lookup.at, lookup.generation
         self._tag = tag(asked.namespace, asked.group)
         self._spaces, self._facts = dict(self._misses.spaces), self._misses.facts.copy()
-        self._runs: list[dict[str, Any]] = []
-        self._others: list[tuple[int, dict[str, Any]]] = []
+        self._runs: list[Run] = []
+        self._others: list[_Other] = []
         self._places: dict[bytes, set[int]] | None = None
 
     @property
@@ -178,22 +182,22 @@ class _Walk:
         space = self._cache.namespaces.get(self._asked.namespace)
         return space.groups[self._asked.group] if space else None
 
-    def runs(self) -> Steps[list[dict[str, Any]]]:
+    def runs(self) -> Steps[list[Run]]:
         hashes = self._asked.hashes
         self._others = yield from self._similar()
         looked_for = hashes[self._lookup.hits :][: MOST_BLOCKS + self._lookup.blocks]
         if self._others and len(looked_for) > FEW_BLOCKS:
             self._places = yield from self._known_places(looked_for)
         at, cause, blocks = self._lookup.hits, self._lookup.cause, self._lookup.blocks
-        self._add(0, at, "hit")
-        self._add(at, blocks, cause, self._writer(at) if cause == "pending" else {})
+        self._add(Run(0, at - 1, "hit"))
+        self._add(Run(at, at + blocks - 1, cause, self._writer(at) if cause == "pending" else ""))
         at += blocks
         end = min(len(hashes), at + MOST_BLOCKS)
-        missed = []
+        missed: list[Run | None] = []
         for place in range(at, end):
             if place % EXAMINED == 0:
                 yield
-            missed.append(self._missed(hashes[place]))
+            missed.append(self._missed(place, hashes[place]))
         self._bridge(missed)
         for place, known in enumerate(missed, at):
             if place % EXAMINED == 0:
@@ -201,12 +205,12 @@ class _Walk:
             if len(self._runs) >= MOST_RUNS:
                 end = place
                 break
-            self._add(place, 1, *(known or self._unknown(place)))
-        self._add(end, len(hashes) - end, "unexamined")
+            self._add(known or self._unknown(place))
+        self._add(Run(end, len(hashes) - 1, "unexamined"))
         yield
         for run in self._runs:
-            if run["cause"] != "hit" and self._group is not None:
-                run["cached_now"] = yield from self._cached(run["first"], run["last"] + 1)
+            if run.cause != "hit" and self._group is not None:
+                run.cached_now = yield from self._cached(run.first, run.last + 1)
         return self._runs
 
     def _cached(self, begin: int, end: int) -> Steps[int]:
@@ -219,43 +223,39 @@ class _Walk:
                 count += sum(map(group.visible.__contains__, self._asked.hashes[at : min(at + LOOK, end)]))
         return count
 
-    def _add(self, first: int, count: int, cause: str, facts: dict[str, Any] | None = None) -> None:
-        """Extend the last run if it has the same cause and facts; otherwise start a new one."""
-        if not count:
-            return
-        facts = facts or {}
-        ranges = {key: facts.pop(key) for key in ("ages_s", "unused_s") if key in facts}
-        last = self._runs[-1] if self._runs else None
-        if last is None or last["cause"] != cause or any(last.get(key) != value for key, value in facts.items()):
-            last = {"first": first, "cause": cause, **facts}
-            self._runs.append(last)
-        last["last"] = first + count - 1
-        for key, value in ranges.items():
-            old = last.get(key, [value, value])
-            last[key] = [min(old[0], value), max(old[1], value)]
+    def _add(self, run: Run) -> None:
+        """Add a run, if it has any block: to the last one, if that has the same cause and facts."""
+        if run.first <= run.last and not (self._runs and self._runs[-1].extend(run)):
+            self._runs.append(run)
 
-    def _missed(self, block: bytes) -> tuple[str, dict[str, Any]] | None:
+    def _missed(self, place: int, block: bytes) -> Run | None:
         """Return the cause for which a block was missing, None if it is unknown."""
         occasion = self._misses.find(block + self._tag, self._at)
         if occasion is not None:
-            facts: dict[str, Any] = {"engine": occasion.engine, "ages_s": round(self._at - occasion.at, 3)}
+            age = round(self._at - occasion.at, 3)
+            run = Run(place, place, occasion.cause, occasion.engine, (age, age))
             if occasion.asked:
-                facts |= {"asked": ASKED[occasion.asked - 1], "by_age": occasion.by_age, "unused_s": occasion.unused}
+                run.asked, run.by_age = ASKED[occasion.asked - 1], occasion.by_age
+                run.unused_s = (occasion.unused, occasion.unused)
             spec = self._spaces.get(occasion.namespace)
             if spec is not None and occasion.namespace != self._asked.namespace:
-                facts |= {"namespace": spec.id, "model": spec.model}
-            return occasion.cause, facts
-        for number, apart in self._candidates(block):
-            if self._held(number, block):
-                return "elsewhere", apart
+                run.namespace, run.model = spec.id, spec.model
+            return run
+        for other in self._candidates(block):
+            if self._held(other.number, block):
+                return self._apart(place, "elsewhere", other)
         return None
 
-    def _candidates(self, block: bytes) -> list[tuple[int, dict[str, Any]]]:
+    @staticmethod
+    def _apart(place: int, cause: str, other: _Other) -> Run:
+        return Run(place, place, cause, namespace=other.spec.id, model=other.spec.model, fields=other.differences)
+
+    def _candidates(self, block: bytes) -> list[_Other]:
         """Return the other namespaces that may have held the block."""
         if self._places is None:
             return self._others
         known = self._places.get(block)
-        return [each for each in self._others if each[0] in known] if known else []
+        return [each for each in self._others if each.number in known] if known else []
 
     def _known_places(self, hashes: list[bytes]) -> Steps[dict[bytes, set[int]]]:
         """Return, by block, the namespaces with a record of it. O(removed blocks): for few hashes, searching each
@@ -269,12 +269,12 @@ class _Walk:
                     yield
                 if (block := name[:-TAG_BYTES]) in asked:
                     places.setdefault(block, set()).add(tagged(name))
-        for number, _ in self._others:
+        for other in self._others:
             yield
-            space = self._cache.namespaces.get(number)
+            space = self._cache.namespaces.get(other.number)
             for group in space.groups if space else ():
                 for block in group.visible.keys() & asked:
-                    places.setdefault(block, set()).add(number)
+                    places.setdefault(block, set()).add(other.number)
         return places
 
     def _held(self, number: int, block: bytes) -> bool:
@@ -289,35 +289,36 @@ class _Walk:
                 return True
         return False
 
-    def _bridge(self, missed: list[tuple[str, dict[str, Any]] | None]) -> None:
+    def _bridge(self, missed: list[Run | None]) -> None:
         """Attribute blocks between two found ones: namespaces with another block length share only some hashes."""
-        following: tuple[str, dict[str, Any]] | None = None
-        for place in range(len(missed) - 1, -1, -1):
-            known = missed[place]
+        following: Run | None = None
+        for at in range(len(missed) - 1, -1, -1):
+            known = missed[at]
             if known is None and following is not None:
-                missed[place] = following[0], dict(following[1])
+                place = following.first - 1
+                missed[at] = following = msgspec.structs.replace(following, first=place, last=place)
             else:
-                block = known is not None and any(field[0] == "block" for field in known[1].get("fields", ()))
+                block = known is not None and any(field == "block" for field, _, _ in known.fields)
                 following = known if block else None
 
-    def _unknown(self, place: int) -> tuple[str, dict[str, Any]]:
+    def _unknown(self, place: int) -> Run:
         """Return the cause for a block that was never stored, as far as is known."""
         last = self._runs[-1] if self._runs else None
-        if last is not None and last["cause"] in UNKNOWN:
-            return last["cause"], {key: value for key, value in last.items() if key in ("fields", "namespace", "model")}
-        if last is not None and last["cause"] != "hit":
-            return "new", {}
+        if last is not None and last.cause in UNKNOWN:
+            return msgspec.structs.replace(last, first=place, last=place)
+        if last is not None and last.cause != "hit":
+            return Run(place, place, "new")
         if place == 0:
             if self._asked.salted:
-                return "salted", {}
-            for number, apart in self._others:
-                if self._holds(number) and any(field[0] in HASHING for field in apart["fields"]):
-                    return "other_hashes", apart
+                return Run(place, place, "salted")
+            for other in self._others:
+                if self._holds(other.number) and any(field in HASHING for field, _, _ in other.differences):
+                    return self._apart(place, "other_hashes", other)
         if self._parts(place):
-            return "diverged", {}
+            return Run(place, place, "diverged")
         if self._misses.empty_reason not in ("", "first") and self._at - self._misses.started_at < LATELY:
-            return "began_empty", {}
-        return "new", {}
+            return Run(place, place, "began_empty")
+        return Run(place, place, "new")
 
     def _parts(self, place: int) -> bool:
         """Return whether, at the time of the lookup, the parent had another child."""
@@ -330,7 +331,7 @@ class _Walk:
             for child in islice(above.children(), 2 * LOOK)  # latest first
         )
 
-    def _similar(self) -> Steps[list[tuple[int, dict[str, Any]]]]:
+    def _similar(self) -> Steps[list[_Other]]:
         """Return the other namespaces and their differences, those with the fewest differences first."""
         mine = self._spaces.get(self._asked.namespace)
         if mine is None:
@@ -344,7 +345,7 @@ class _Walk:
             if number != self._asked.namespace and spec.hash_bytes == mine.hash_bytes:
                 others.append((len(ours ^ self._facts[number]), -number, spec))
         return [
-            (-number, {"namespace": spec.id, "model": spec.model, "fields": differences(_facts(mine), _facts(spec))})
+            _Other(-number, spec, differences(_facts(mine), _facts(spec)))
             for _, number, spec in nsmallest(OTHERS, others, key=lambda each: each[:2])
         ]
 
@@ -352,14 +353,14 @@ class _Walk:
         mine, other = self._spaces[self._asked.namespace], self._cache.namespaces.get(number)
         return other is not None and other.spec.model == mine.model and any(group.visible for group in other.groups)
 
-    def _writer(self, place: int) -> dict[str, Any]:
-        """Return the engine that was writing the block, if it is still known."""
+    def _writer(self, place: int) -> str:
+        """Return the engine that was writing the block; "" if it is no longer known."""
         if (group := self._group) is None:
-            return {}
+            return ""
         name = self._asked.hashes[place]
         grant, block = group.pending.get(name), group.visible.get(name)
         account = grant.block.account if grant is not None else block.account if block is not None else None
-        return {"engine": account.engine} if account is not None else {}
+        return account.engine if account is not None else ""
 
 
 # Causes for blocks that were cached; the other causes are for blocks that never were.

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
 from operator import attrgetter
-from typing import Any
 
 from kvcache_proto import messages as m
+from kvcache_proto.codec import packed
 from kvcache_server.core.cache import Cache
 from kvcache_server.core.effects import (
     Actor,
@@ -32,7 +32,8 @@ from kvcache_server.insight.miss_log import Below, EngineNote, Lookup, MissLog
 from kvcache_server.insight.residency import Residency
 from kvcache_server.insight.stats import Report
 from kvcache_server.insight.telemetry import Telemetry
-from kvcache_server.slices import Steps, begin, finish
+from kvcache_server.slices import Steps, begin
+from kvcache_server.status import Daemon, Status
 
 Says = Callable[[Group, Sequence[bytes], int, int, float, int], tuple[Below, ...]]
 
@@ -46,8 +47,9 @@ class Insight:
 
     requests = frozenset({m.Stats, m.Why, m.Chain, m.Watch, m.Remark, m.Tell})
 
-    def __init__(self, cache: Cache) -> None:
-        self._cache = cache
+    def __init__(self, cache: Cache, daemon: Callable[[], Daemon]) -> None:
+        """`daemon()` returns the figures of the process."""
+        self._cache, self._daemon = cache, daemon
         self.misses = MissLog()
         self.tap = LookupTap()
         self.telemetry = Telemetry()
@@ -176,12 +178,8 @@ class Insight:
         raise TypeError(f"a {type(request).__name__} is the cache's")
 
     def _stats(self, request: m.Stats, now: float) -> Steps[m.Report]:
-        return m.Report(request.id, (yield from self.reporting(now)))
+        return m.Report(request.id, packed((yield from self.reporting(now))))
 
-    def reporting(self, now: float) -> Steps[dict[str, Any]]:
-        """Return the figures of `status`; see stats.py."""
-        return self._report.figures(now)
-
-    def stats(self, now: float) -> dict[str, Any]:
-        """Do all of `reporting` at once, and return its result."""
-        return finish(self.reporting(now))
+    def reporting(self, now: float) -> Steps[Status]:
+        """Return the figures of `status`."""
+        return self._report.figures(now, self._daemon)

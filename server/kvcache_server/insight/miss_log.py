@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 
@@ -16,6 +16,7 @@ from kvcache_proto.types import NamespaceSpec
 from kvcache_server.core.effects import Actor
 from kvcache_server.core.eviction.worth import one_off
 from kvcache_server.core.index import CLASS_MASK, FIRST_TICK, TICKS_PER_SECOND, Block
+from kvcache_server.explanation import TierRun
 
 LOOKUPS = 16 << 20  # bytes of remembered lookups; each one, and each tier's report about it, counts as EACH more
 EACH = 512
@@ -28,8 +29,8 @@ SPACES = 1024
 class Below(Protocol):
     """A tier's report about blocks that a lookup missed."""
 
-    def told(self, at: float) -> Iterable[dict[str, Any]]:
-        """Return the facts, one dict per run of blocks; `at` is the time of the lookup."""
+    def told(self, at: float) -> Iterable[TierRun]:
+        """Return the facts, by runs of blocks; `at` is the time of the lookup."""
         ...
 
 

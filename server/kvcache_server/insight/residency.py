@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from math import inf
 
 from kvcache_server.core.index import Block
-from kvcache_server.insight.histogram import Histogram
+from kvcache_server.status import Histogram
 
 _BOUNDS = (1, 10, 60, 300, 900, 3600, 4 * 3600, 12 * 3600, 86400, 3 * 86400, 7 * 86400)
 _SAMPLES = 4096
@@ -23,7 +23,7 @@ class Residency:
     """Attributes: `residence` is a histogram of the time in seconds that evicted blocks were cached, of one in 8."""
 
     def __init__(self) -> None:
-        self.residence = Histogram(_BOUNDS)
+        self.residence = Histogram.of(_BOUNDS)
         self._generations: list[int] = []
         self._times: list[float] = []
         self._now = 0.0

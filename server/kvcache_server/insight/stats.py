@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
 
 from kvcache_proto.counts import OTHER
-from kvcache_proto.types import GroupSpec, NamespaceSpec
+from kvcache_proto.types import NamespaceSpec
+from kvcache_server import status
 from kvcache_server.core.cache import Cache
 from kvcache_server.core.index import Block, Reservation
 from kvcache_server.core.limits import LOOK, STEP
@@ -16,6 +16,7 @@ from kvcache_server.insight.infinite_cache import InfiniteCache
 from kvcache_server.insight.residency import Residency
 from kvcache_server.insight.telemetry import Telemetry
 from kvcache_server.slices import Steps
+from kvcache_server.status import Daemon, Pool, Status
 
 # A report is one frame. Beyond this many characters, namespaces are reported without identities and groups. Of a
 # namespace's engines, only those with the most bytes are named.
@@ -30,28 +31,32 @@ class Report:
         """`infinite` is by the tag of the group."""
         self._cache, self._residency, self._infinite, self._telemetry = cache, residency, infinite, telemetry
 
-    def figures(self, now: float) -> Steps[dict[str, Any]]:
-        """Return pool, namespaces, sessions, refusals by reason, and counters.
+    def figures(self, now: float, daemon: Callable[[], Daemon]) -> Steps[Status]:
+        """Return all figures; `daemon()` returns those of the process.
 
         O(namespaces, accounts, sessions, grants), in slices: each part is reported as of its turn.
         """
         # Sessions first: a report without a session also has the memory that its end has freed.
         sessions, away = (yield from self._sessions(now)), (yield from self._away())
-        return {
-            "pool": (yield from self._pool()),
-            "namespaces": (yield from self._namespaces()),
-            "sessions": sessions,
-            "away": away,
-            "life": self._cache.epoch,
-            "grace": self._cache.in_grace,
-            **self._cache.evicted(),
-            "refusals": dict(self._cache.refusals),
-            "hints": self._cache.retained(now),
-            "told": dict(self._telemetry.total),
-            "counters": {**self._cache.counters, "blocks_evicted": self._cache.evicted_blocks},
-        }
+        cache = self._cache
+        return Status(
+            pool=(yield from self._pool()),
+            namespaces=(yield from self._namespaces()),
+            sessions=sessions,
+            away=away,
+            life=cache.epoch,
+            grace=cache.in_grace,
+            evictions=dict(cache.evictions),
+            evicted_unread=cache.evicted_unread,
+            eviction=cache.eviction_figures(),
+            refusals=dict(cache.refusals),
+            hints=cache.retained(now),
+            told=dict(self._telemetry.total),
+            counters={**cache.counters, "blocks_evicted": cache.evictions.total()},
+            daemon=daemon(),
+        )
 
-    def _pool(self) -> Steps[dict[str, Any]]:
+    def _pool(self) -> Steps[Pool]:
         groups = [group for namespace in self._cache.namespaces.values() for group in namespace.groups]
         writing = hidden = 0
         for group in groups:
@@ -62,16 +67,13 @@ class Report:
                 writing += len(pending[at : at + LOOK]) - ready
                 yield
         pinned = yield from self._pinned()
-        return {
-            **self._cache.survey(),
-            "blocks": sum(len(group.visible) for group in groups),
-            "blocks_writing": writing,
-            "blocks_hidden": hidden,
-            "pinned_bytes": pinned,
-            "leases": sum(len(session.leases) for session in self._cache.holders()),
-            "reservations": sum(len(engine.reservations) for engine in self._cache.engines.values()),
-            "residence": self._residency.residence.figures(),
-        }
+        pool = self._cache.survey()
+        pool.blocks = sum(len(group.visible) for group in groups)
+        pool.blocks_writing, pool.blocks_hidden, pool.pinned_bytes = writing, hidden, pinned
+        pool.leases = sum(len(session.leases) for session in self._cache.holders())
+        pool.reservations = sum(len(engine.reservations) for engine in self._cache.engines.values())
+        pool.residence = self._residency.residence
+        return pool
 
     def _pinned(self) -> Steps[int]:
         """Return the bytes of the blocks that leases hold, each counted once. O(leases, blocks that they hold)."""
@@ -93,7 +95,7 @@ class Report:
                     yield
         return size
 
-    def _namespaces(self) -> Steps[list[dict[str, Any]]]:
+    def _namespaces(self) -> Steps[list[status.Namespace]]:
         engines: dict[int, Counter[str]] = {
             number: Counter() for number in self._cache.namespaces
         }  # bytes of each, by namespace
@@ -101,7 +103,7 @@ class Report:
             engines.setdefault(share.namespace, Counter())[share.engine] += share.bytes
             if at % LOOK == 0:
                 yield
-        found: list[dict[str, Any]] = []
+        found: list[status.Namespace] = []
         said = 0
         for namespace in list(self._cache.namespaces.values()):
             said += _length(namespace.spec)
@@ -110,57 +112,58 @@ class Report:
                 yield
         return found
 
-    def _namespace(self, namespace: Namespace, engines: Counter[str], with_spec: bool) -> dict[str, Any]:
+    def _namespace(self, namespace: Namespace, engines: Counter[str], with_spec: bool) -> status.Namespace:
         named = dict(engines.most_common(MOST_ENGINES))
         if len(named) < len(engines):
             named[OTHER] = named.get(OTHER, 0) + engines.total() - sum(named.values())
-        return {
-            "id": namespace.id,
-            "model": namespace.spec.model,
-            "identity": namespace.spec.identity if with_spec else {},
-            "groups": [_group(group.spec) for group in namespace.groups] if with_spec else [],
-            "hash_bytes": namespace.spec.hash_bytes,
-            "block_tokens": [group.spec.block_tokens for group in namespace.groups],
-            "block_bytes": [group.spec.block_bytes for group in namespace.groups],
-            "overhead": round(namespace.overhead, 4),
-            "lookups": namespace.lookups,
-            "requested_blocks": namespace.requested_blocks,
-            "hit_blocks": namespace.hit_blocks,
-            "hit_bytes": sum(group.read_blocks * group.spec.block_bytes for group in namespace.groups),
-            "lost_blocks": sum(self._lost(group.tag) for group in namespace.groups),
-            "saved_blocks": sum(group.saved_blocks for group in namespace.groups),
-            "saved_bytes": sum(group.saved_blocks * group.spec.block_bytes for group in namespace.groups),
-            "blocks": sum(len(group.visible) for group in namespace.groups),
-            "bytes": engines.total(),
-            "engines": named,
-        }
+        spec, groups = namespace.spec, namespace.groups
+        return status.Namespace(
+            id=namespace.id,
+            model=spec.model,
+            identity=spec.identity if with_spec else {},
+            groups=[status.Group.of(group.spec) for group in groups] if with_spec else [],
+            hash_bytes=spec.hash_bytes,
+            block_tokens=[group.spec.block_tokens for group in groups],
+            block_bytes=[group.spec.block_bytes for group in groups],
+            overhead=round(namespace.overhead, 4),
+            lookups=namespace.lookups,
+            requested_blocks=namespace.requested_blocks,
+            hit_blocks=namespace.hit_blocks,
+            hit_bytes=sum(group.read_blocks * group.spec.block_bytes for group in groups),
+            lost_blocks=sum(self._lost(group.tag) for group in groups),
+            saved_blocks=sum(group.saved_blocks for group in groups),
+            saved_bytes=sum(group.saved_blocks * group.spec.block_bytes for group in groups),
+            blocks=sum(len(group.visible) for group in groups),
+            bytes=engines.total(),
+            engines=named,
+        )
 
-    def _sessions(self, now: float) -> Steps[list[dict[str, Any]]]:
+    def _sessions(self, now: float) -> Steps[list[status.Session]]:
         owned = yield from self._reservations(lambda reservation: (reservation.owner,))
-        found: list[dict[str, Any]] = []
+        found: list[status.Session] = []
         for session in list(self._cache.sessions.values()):
             client = self._telemetry.of(session.id)
             found.append(
-                {
-                    "id": session.id,
-                    "engine": session.engine.name,
-                    "label": session.label,
-                    "age_s": round(now - session.opened, 1),
-                    "leases": len(session.leases),
-                    "reservations": owned[session.id],
-                    "namespaces": {namespace.id: list(shards) for namespace, shards in session.attached.values()},
-                    "breaker": "unknown" if client.breaker is None else client.breaker.name.lower(),
-                    "counts": dict(client.counts),
-                }
+                status.Session(
+                    id=session.id,
+                    engine=session.engine.name,
+                    label=session.label,
+                    age_s=round(now - session.opened, 1),
+                    leases=len(session.leases),
+                    reservations=owned[session.id],
+                    namespaces={namespace.id: list(shards) for namespace, shards in session.attached.values()},
+                    breaker="unknown" if client.breaker is None else client.breaker.name.lower(),
+                    counts=dict(client.counts),
+                )
             )
             if len(found) % STEP == 0:
                 yield
         return found
 
-    def _away(self) -> Steps[list[dict[str, Any]]]:
+    def _away(self) -> Steps[list[status.Away]]:
         written = yield from self._reservations(lambda reservation: set(reservation.writers))
         return [
-            {"id": number, "engine": engine.name, "reservations": written[number]}
+            status.Away(id=number, engine=engine.name, reservations=written[number])
             for number, engine in self._cache.away.items()
         ]
 
@@ -180,18 +183,6 @@ class Report:
         """Return the number of blocks of a group that lookups missed because they had been evicted."""
         infinite = self._infinite.get(tag)
         return infinite.missed_blocks if infinite is not None else 0
-
-
-def _group(spec: GroupSpec) -> dict[str, Any]:
-    """Return the fields of a group, in their order."""
-    return {
-        "block_tokens": spec.block_tokens,
-        "shard_bytes": list(spec.shards),
-        "kind": spec.kind,
-        "reach": spec.reach,
-        "period": spec.period,
-        "followed": spec.followed,
-    }
 
 
 def _length(spec: NamespaceSpec) -> int:

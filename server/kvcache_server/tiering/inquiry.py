@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import msgspec
+
+from kvcache_server.explanation import TierRun
 
 
 class Inquiry(msgspec.Struct, gc=False):
@@ -39,8 +40,8 @@ class Said(msgspec.Struct, gc=False, frozen=True):
     why: str = ""
     inquiry: Inquiry | None = None
 
-    def told(self, at: float) -> Iterator[dict[str, Any]]:
-        """Yield the facts, one dict per run of blocks; `at` is the time of the lookup."""
+    def told(self, at: float) -> Iterator[TierRun]:
+        """Yield the facts, by runs of blocks; `at` is the time of the lookup."""
         if self.inquiry is not None and self.cause == "asked":
             yield from _asked(self.inquiry, self.first, self.blocks, at)
         elif self.inquiry is not None:
@@ -54,7 +55,7 @@ def absent(writes_off: str) -> str:
     return "not_written" if writes_off else "absent"
 
 
-def _asked(inquiry: Inquiry, first: int, blocks: int, at: float) -> Iterator[dict[str, Any]]:
+def _asked(inquiry: Inquiry, first: int, blocks: int, at: float) -> Iterator[TierRun]:
     if not inquiry.answered:
         yield _facts(inquiry.tier, "off" if inquiry.off else "asked", first, blocks, inquiry.off)
         return
@@ -68,16 +69,17 @@ def _asked(inquiry: Inquiry, first: int, blocks: int, at: float) -> Iterator[dic
             yield from _asked(inquiry.then, first + there, blocks - there, at)
 
 
-def _came(inquiry: Inquiry, first: int, blocks: int, at: float, cause: str) -> dict[str, Any]:
+def _came(inquiry: Inquiry, first: int, blocks: int, at: float, cause: str) -> TierRun:
     if inquiry.brought + inquiry.lost >= inquiry.found:
         cause = "lost" if inquiry.lost else "late"
     elif inquiry.off:
         return _facts(inquiry.tier, "off", first, blocks, inquiry.off)
     facts = _facts(inquiry.tier, cause, first, blocks)
     if cause in ("lost", "late"):
-        facts |= {"brought": inquiry.brought, "found": inquiry.found, "after_s": round(max(inquiry.at - at, 0.0), 3)}
+        facts.found, facts.brought = inquiry.found, inquiry.brought
+        facts.after_s = round(max(inquiry.at - at, 0.0), 3)
     return facts
 
 
-def _facts(tier: str, cause: str, first: int, blocks: int, why: str = "") -> dict[str, Any]:
-    return {"tier": tier, "cause": cause, "first": first, "last": first + blocks - 1, **({"why": why} if why else {})}
+def _facts(tier: str, cause: str, first: int, blocks: int, why: str = "") -> TierRun:
+    return TierRun(tier, cause, first, first + blocks - 1, why)

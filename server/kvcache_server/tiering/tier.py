@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+from kvcache_server import status
 from kvcache_server.core.index import Group
 from kvcache_server.core.sessions import Session
 from kvcache_server.tiering.fetches import Fetches
@@ -79,18 +80,18 @@ class Tier:
         self.fetches.clear(why)
         return self.writes.clear()
 
-    def report(self) -> dict[str, object]:
+    def report(self) -> status.Tier:
         """Return figures for `status`."""
-        return {
-            "name": self.name,
-            "off": self.off or ("" if self.session.connected else "disconnected"),
-            "writes_off": self.writes_off,
-            "removals_off": self.removals_off,
-            "writes": self.policy,
-            "rate": round(self.fetches.rate),
-            "latency_ms": round(self.looks.latency * 1000, 3),
-            "to_look_up": len(self.looks),
-            "to_bring_bytes": self.fetches.backlog,
-            "to_write_blocks": self.writes.waiting + self.writes.blocks_in_flight,
+        return status.Tier(
+            name=self.name,
+            off=self.off or ("" if self.session.connected else "disconnected"),
+            writes_off=self.writes_off,
+            removals_off=self.removals_off,
+            writes=self.policy,
+            rate=round(self.fetches.rate),
+            latency_ms=round(self.looks.latency * 1000, 3),
+            to_look_up=len(self.looks),
+            to_bring_bytes=self.fetches.backlog,
+            to_write_blocks=self.writes.waiting + self.writes.blocks_in_flight,
             **self.counts,
-        }
+        )

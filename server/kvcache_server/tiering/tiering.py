@@ -19,6 +19,7 @@ from typing import Any
 from kvcache_proto import messages as m
 from kvcache_proto.errors import BadArgument, NotPermitted, Unavailable
 from kvcache_proto.types import FULL, REF_BYTES, SUM_BYTES
+from kvcache_server import status
 from kvcache_server.core.boundary import last_end
 from kvcache_server.core.cache import Cache
 from kvcache_server.core.effects import Change, SessionGone, Shown
@@ -545,7 +546,7 @@ class Tiering:
     def _listen(self) -> None:
         self._cache.use_tiers(self if self._tiers or self._starting else None)
 
-    def report(self) -> list[dict[str, object]]:
+    def report(self) -> list[status.Tier]:
         """Return figures of each tier for `status`."""
         return [tier.report() for tier in self._tiers.values()]
 

@@ -27,7 +27,7 @@ DEADLINE = 0.05  # seconds that an engine's scheduler waits by default
 def daemon(config: Config) -> Iterator[CheckResult]:
     try:
         with AdminClient(config.endpoint, "doctor") as admin:
-            stats = admin.stats()
+            figures = admin.status()
             seconds = timeit.repeat(admin.ping, number=1, repeat=PINGS)
             size = admin.geometry.region_bytes
     except Unavailable as error:
@@ -43,14 +43,12 @@ def daemon(config: Config) -> Iterator[CheckResult]:
     except KVCacheError as error:
         yield CheckResult("daemon", "failed", str(error))
         return
-    facts, pool = stats["daemon"], stats["pool"]
-    other = "" if facts["version"] == __version__ else f"; this is {__version__}, which is compatible"
-    yield CheckResult(
-        "daemon", "ok", f"kvcache-server {facts['version']}, pid {facts['pid']}, {config.endpoint}{other}"
-    )
+    facts, pool = figures.daemon, figures.pool
+    other = "" if facts.version == __version__ else f"; this is {__version__}, which is compatible"
+    yield CheckResult("daemon", "ok", f"kvcache-server {facts.version}, pid {facts.pid}, {config.endpoint}{other}")
     yield CheckResult("attach", "ok", f"uid {os.geteuid()}, gid {os.getegid()} may attach")
-    used = f"{format_size(pool['used_bytes'])} of {format_size(pool['bytes'])} used"
-    yield CheckResult("region", "ok", used, values={"bytes": size, "used_bytes": pool["used_bytes"]})
+    used = f"{format_size(pool.used_bytes)} of {format_size(pool.bytes)} used"
+    yield CheckResult("region", "ok", used, values={"bytes": size, "used_bytes": pool.used_bytes})
     p50, p99 = statistics.median(seconds), statistics.quantiles(seconds, n=100)[98]
     slow = p99 > DEADLINE
     yield CheckResult(

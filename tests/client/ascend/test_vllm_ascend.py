@@ -11,10 +11,9 @@ from steps import BLOCK, BLOCKS, Request, Rig, VllmScheduler
 
 from kvcache_client import GroupSpec, NamespaceSpec, Session
 from kvcache_client.engines.vllm.identity import layer_spec, rank_block_bytes, why_not
-from kvcache_client.scheduler.facts import EngineFacts
+from kvcache_client.scheduler.views import EngineFacts
 from kvcache_client.settings import ConnectorSettings
-from kvcache_client.worker.facts import RankFacts
-from kvcache_client.worker.shards import Shards
+from kvcache_client.worker.places import RankFacts, Shards
 from kvcache_client.worker.worker import Worker
 
 torch = pytest.importorskip("torch")

@@ -43,7 +43,7 @@ def test_the_daemon_dies_while_a_request_loads(
         daemon.kill()
         if after != "nobody":
             daemon = start_daemon(keep="true", endpoint=daemon.endpoint, fresh=after == "another region")
-            until(lambda: two.connector._session.up and two.workers[0]._session.up, "the next daemon")
+            until(lambda: two.connector.own_side.session.up and two.workers[0]._session.up, "the next daemon")
     two.run()
     assert two.received == ["r"]
     assert two.outputs["r"] == sim.expected(tokens, 4)
@@ -51,7 +51,7 @@ def test_the_daemon_dies_while_a_request_loads(
     if after == "nobody":
         assert finds(two, sim, tokens, 0)
         daemon = start_daemon(keep="true", endpoint=daemon.endpoint)
-    until(lambda: one.workers[0]._session.up and one.connector._session.up, "the next daemon")
+    until(lambda: one.workers[0]._session.up and one.connector.own_side.session.up, "the next daemon")
     until(lambda: finds(one, sim, tokens, 6 * BLOCK) or settled(daemon), "hits of the next daemon")
     settled(daemon)
 
@@ -70,7 +70,10 @@ def test_the_daemon_dies_while_blocks_are_saved(
     until(lambda: one.workers[0].counters.get("saved_bytes"), "the end of the copy")
     daemon = start_daemon(keep="true", endpoint=daemon.endpoint, fresh=after == "another region")
     for engine in (one, two):
-        until(lambda engine=engine: engine.workers[0]._session.up and engine.connector._session.up, "the next daemon")
+        until(
+            lambda engine=engine: engine.workers[0]._session.up and engine.connector.own_side.session.up,
+            "the next daemon",
+        )
     settled(daemon)
     assert finds(two, sim, tokens, 6 * BLOCK if after == "the same region" else 0)
     settled(daemon)
@@ -96,7 +99,7 @@ def test_the_daemon_dies_again_and_again_while_requests_run(
             two.step()
         daemon = start_daemon(keep="true", endpoint=daemon.endpoint, fresh=life == 1)
         for engine in (one, two):
-            until(lambda engine=engine: engine.connector._session.up, "the next daemon")
+            until(lambda engine=engine: engine.connector.own_side.session.up, "the next daemon")
     for engine in (one, two):
         engine.run()
         assert engine.outputs == {name: sim.expected(tokens, 60) for name, tokens in prompts.items()}

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvcache_client.scheduler.overlap import Overlap
+from kvcache_client.scheduler.pace import Overlap
 from kvcache_client.step_plan import StepPlan
 from kvcache_client.worker import layered
 from kvcache_proto.types import REF_BYTES
@@ -304,7 +304,7 @@ def test_a_side_fails_while_a_request_loads(loaded: Any, sim: Any, monkeypatch: 
     engine.run()
     assert engine.outputs["r"] == sim.expected(tokens, 2)
     assert engine.workers[0] is None
-    assert engine.runners[0].connector._quiet.wait(10)
+    assert engine.runners[0].connector.rank_side.quiet.wait(10)
     engine.generate(tokens)  # its first step reports that the load is over
 
 

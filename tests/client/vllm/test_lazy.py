@@ -18,7 +18,7 @@ def small(engines: Any, name: str, blocks: int = 32, **options: Any) -> Any:
     What the engine asks of the daemon is answered before the next step: else blocks may be given away before.
     """
     engine = engines(name, blocks=blocks, max_model_len=480, max_num_batched_tokens=4 * BLOCK, extra=LAZY, **options)
-    runner, session = engine.runners[0], engine.connector._session
+    runner, session = engine.runners[0], engine.connector.own_side.session
     scheduler = engine.connector._scheduler
     forward, finished = runner._forward, scheduler.finished
 

@@ -51,7 +51,7 @@ def slowly(engine: Any, tokens: list[int], max_tokens: int) -> Any:
     """
     engine.add("slow", tokens, max_tokens)
     while engine.step():
-        engine.scheduler.connector._session.ping()  # a session's requests are answered in order
+        engine.scheduler.connector.own_side.session.ping()  # a session's requests are answered in order
     engine.step()
     return engine.outputs["slow"]
 

@@ -16,7 +16,6 @@ Once that is in doubt, an adapter is excluded for the rest of the engine's life:
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import logging
 import os
@@ -29,6 +28,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from kvcache_client.engines.vllm import compat
+from kvcache_client.engines.vllm.wrapped import before_call
 
 logger = logging.getLogger("vllm.kvcache")
 
@@ -40,6 +40,7 @@ PATIENCE = 0.05  # seconds that it waits for a later look, as for the daemon
 LOOK_AGAIN = 0.002  # seconds between two looks: the engine asks for waiting requests in each step
 READING = 0.05  # seconds that the first request waits for the digest; vLLM loads these files in the same step
 _CHUNK = 1 << 20
+_LEFT_ALONE = "requests with LoRA adapters are left alone"
 # Other fields of vLLM's configuration that decide the effect of an adapter's weights.
 _FACTS = ("lora_dtype", "target_modules", "enable_tower_connector_lora", "enable_moe_shared_loras")
 
@@ -61,7 +62,8 @@ class Adapters:
         self._files: dict[tuple[str, bool], _Files] = {}
         self._claims: dict[object, _Files] = {}  # by each number or name of an adapter in vLLM
         self._looks, self._reads = _Reader("looks"), _Reader("reads")
-        self._hears = _hear_of_loads(self)
+        self._hears = before_call("vllm.v1.engine.core.EngineCore", ("add_lora",), _add_lora, _LEFT_ALONE)
+        _watched.add(self)
 
     def digest(self, lora: Any) -> tuple[bytes, str]:
         """Return the digest of an adapter, or b"" and the reason that the blocks of its requests are not cached."""
@@ -78,10 +80,6 @@ class Adapters:
             files.awaited = True
             files.read.wait(READING)
         return (files.digest, "") if files.current and files.digest else (b"", "lora_unread")
-
-    def loading(self, lora: Any) -> None:
-        """Note that the ranks are about to load an adapter."""
-        self._claim(lora)
 
     def _claim(self, lora: Any) -> _Files | None:
         """Return the files of an adapter. If vLLM has named other files likewise, both are in doubt from now on."""
@@ -101,8 +99,8 @@ class Adapters:
         for claim in (lora.lora_int_id, compat.lora_in_hashes(lora)):
             holder = self._claims.setdefault(claim, files)
             if holder is not files:
-                self._distrust(holder, "its number or name has stood for another one")
-                self._distrust(files, "its number or name has stood for another one")
+                for each in (holder, files):
+                    self._distrust(each, "its number or name has stood for another one")
         if lora.load_inplace:
             self._distrust(files, "it was to be loaded in place")
         elif getattr(lora, "tensorizer_config_dict", None):
@@ -128,28 +126,19 @@ class Adapters:
 
 
 class _Files:
-    """The files of one adapter.
-
-    Attributes:
-        numbers: vLLM's numbers for the adapter.
-        digest: b"" while it is not known.
-        read: set once it is known, or never will be.
-        changed: whether they have changed, or may have changed, since they were first looked at.
-        doubtful: whether the ranks may have other files.
-        looked_at: when they were last looked at, for a request.
-        current: whether that look came in time.
-        awaited: whether a request has waited for the digest.
-    """
+    """The files of one adapter."""
 
     def __init__(self, folder: str, facts: str) -> None:
-        self.folder = folder
-        self._facts = facts
-        self._first: object = None
-        self.numbers: set[int] = set()
+        self.folder, self._facts = folder, facts
+        self._first: object = None  # their signature when they were first looked at
+        self.numbers: set[int] = set()  # vLLM's numbers for the adapter
         self.digest = b""
-        self.read = threading.Event()
-        self.changed = self.doubtful = self.current = self.awaited = False
-        self.looked_at = 0.0
+        self.read = threading.Event()  # set once the digest is known, or never will be
+        self.changed = False  # whether they have changed, or may have changed, since they were first looked at
+        self.doubtful = False  # whether the ranks may have other files
+        self.looked_at = 0.0  # when they were last looked at, for a request
+        self.current = False  # whether that look came in time
+        self.awaited = False  # whether a request has waited for the digest
 
     def look(self) -> None:
         """Compare the files with their first state."""
@@ -182,15 +171,15 @@ class _Reader:
     def __init__(self, name: str) -> None:
         self._name = f"kvcache-adapters-{name}"
         self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self._runs = False
         weakref.finalize(self, self._jobs.put, None)
 
     def do(self, job: Callable[[], None]) -> None:
         """Have `job` done after those before it. It must not raise."""
         self._jobs.put(job)
-        if self._thread is None:
-            self._thread = threading.Thread(target=_work, args=(self._jobs,), name=self._name, daemon=True)
-            self._thread.start()
+        if not self._runs:
+            self._runs = True
+            threading.Thread(target=_work, args=(self._jobs,), name=self._name, daemon=True).start()
 
 
 def _work(jobs: SimpleQueue[Callable[[], None] | None]) -> None:
@@ -223,32 +212,12 @@ def _digest(folder: str, facts: str) -> bytes:
     return digest.digest()
 
 
-def _hear_of_loads(adapters: Adapters) -> bool:
-    """Have `loading` called before ranks load an adapter because of `add_lora`; return whether that can be done."""
-    try:
-        from vllm.v1.engine.core import EngineCore
-
-        if not hasattr(EngineCore.add_lora, "_kvcache_hears"):
-            EngineCore.add_lora = _heard(EngineCore.add_lora)
-    except (ImportError, AttributeError) as error:
-        logger.warning("requests with LoRA adapters are left alone: %s", error)
-        return False
-    _watched.add(adapters)
-    return True
-
-
-def _heard(add_lora: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(add_lora)
-    def wrapped(core: Any, lora_request: Any) -> Any:
-        every = list(_watched)
-        # The instance's id does not identify it: it may change once the engine has started.
-        for adapters in [each for each in every if each.config is core.vllm_config.lora_config] or every:
-            try:
-                adapters.loading(lora_request)
-            except Exception:  # vLLM loads it in any case
-                logger.exception("requests with LoRA adapters are left alone")
-                adapters._hears = False
-        return add_lora(core, lora_request)
-
-    wrapped._kvcache_hears = True  # type: ignore[attr-defined]
-    return wrapped
+def _add_lora(core: Any, lora_request: Any) -> None:
+    every = list(_watched)
+    # The instance's id does not identify the engine: it may change once the engine has started.
+    for adapters in [each for each in every if each.config is core.vllm_config.lora_config] or every:
+        try:
+            adapters._claim(lora_request)
+        except Exception:  # vLLM loads it in any case
+            logger.exception(_LEFT_ALONE)
+            adapters._hears = False

@@ -39,9 +39,7 @@ def process_layout(vllm_config: Any, spec: Any = None) -> str:
 
     An attention backend that requires a layout sets it in the process that makes the model. A process without the
     model, such as the scheduler's of an engine whose ranks are processes, passes the `spec` of a layer, and the backend
-    is queried here.
-
-    vLLM asserts that a configuration is current, and the scheduler's process of an engine with several ranks has none.
+    is queried here. vLLM asserts that a configuration is current, and that process has none.
     """
     try:
         from vllm.v1.attention.backends.utils import get_kv_cache_layout, set_kv_cache_layout
@@ -165,8 +163,8 @@ def hash_of(block_pool: Any, block: int) -> bytes:
 
 def kv_replicas(kv_cache_config: Any) -> int | None:
     """Return the number of consecutive ranks that have the same KV, None before 0.32, which does not report it."""
-    replicas = getattr(kv_cache_config, "kv_tp_replicas", None)
-    return None if replicas is None else int(replicas)
+    replicas: int | None = getattr(kv_cache_config, "kv_tp_replicas", None)
+    return replicas
 
 
 def hash_block_size(kv_cache_config: Any) -> int | None:
@@ -201,20 +199,17 @@ def lora_in_hashes(lora: Any) -> tuple[Any, ...]:
 
 
 def event_fields(request: Any) -> dict[str, Any]:
-    """Return the fields of a BlockStored that describe the request."""
+    """Return the fields of a BlockStored that describe the request; `session_id` exists from 0.32 on."""
     lora = request.lora_request
     fields = {"lora_id": lora.adapter_id if lora else None, "lora_name": lora.name if lora else None}
-    if hasattr(request, "session_id"):  # from 0.32 on
-        fields["session_id"] = request.session_id
-    return fields
+    return fields | ({"session_id": request.session_id} if hasattr(request, "session_id") else {})
 
 
 def event_extra_keys(keys: list[Any]) -> list[Any]:
     """Return the extra keys of blocks as in events: from 0.32 on without the tags that they have in hashes."""
     from vllm.v1.core import kv_cache_utils
 
-    untagged = getattr(kv_cache_utils, "to_event_extra_keys", list)
-    return list(untagged(keys))
+    return list(getattr(kv_cache_utils, "to_event_extra_keys", list)(keys))
 
 
 def reads_next_token(vllm_config: Any) -> bool:
@@ -225,8 +220,7 @@ def reads_next_token(vllm_config: Any) -> bool:
     drafter = vllm_config.speculative_config
     if drafter is None:
         return False
-    says = getattr(drafter, "use_eagle_block_drop", drafter.use_eagle)
-    return bool(says())
+    return bool(getattr(drafter, "use_eagle_block_drop", drafter.use_eagle)())
 
 
 def stops_before_loading_requests() -> bool:

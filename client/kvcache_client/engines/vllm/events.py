@@ -11,13 +11,10 @@ from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, get_kv_cache_spec
 
 from kvcache_client.engines.vllm import compat
 from kvcache_client.scheduler.events import Removed, Stored
-from kvcache_client.scheduler.groups import Table
-from kvcache_client.scheduler.views import RequestView
+from kvcache_client.scheduler.views import RequestView, Table
 
 
 class HostEvents:
-    """Makes the events of one engine."""
-
     def __init__(self, kv_cache_config: Any, tables: Sequence[Table], hash_tokens: int) -> None:
         """`tables` are the groups of vLLM whose blocks make up the cached blocks. Each has its own events."""
         self._tables, self._hash_tokens = tables, hash_tokens
@@ -27,14 +24,11 @@ class HostEvents:
     def describe(self, view: RequestView, begin: int, end: int) -> tuple[Any, list[Any]]:
         """Return an event's fields for the request, and the extra keys of the blocks of these tokens, by table."""
         request: Any = view.key
-        keys = [
-            [
-                generate_block_hash_extra_keys(request, at, at + table.block_tokens, 0)[0]
-                for at in range(begin, end, table.block_tokens)
-            ]
-            for table in self._tables
-        ]
-        return compat.event_fields(request), [keys]
+
+        def keys(size: int) -> list[Any]:
+            return [generate_block_hash_extra_keys(request, at, at + size, 0)[0] for at in range(begin, end, size)]
+
+        return compat.event_fields(request), [[keys(table.block_tokens) for table in self._tables]]
 
     def convert(self, event: Stored | Removed) -> Iterator[Any]:
         """Yield vLLM's events, one for each table."""

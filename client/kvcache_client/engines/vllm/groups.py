@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from kvcache_client.engines.vllm import compat
-from kvcache_client.scheduler.groups import Group, Table
+from kvcache_client.scheduler.views import Group, Table
 from kvcache_proto.errors import ConfigError
 from kvcache_proto.types import FULL, MAX_GROUPS, MAX_REACH, TAIL, GroupSpec
 
@@ -24,27 +24,18 @@ _STATE = "MambaSpec"
 
 
 class Member(NamedTuple):
-    """A group of vLLM.
+    """A group of vLLM."""
 
-    Attributes:
-        number: its position among vLLM's groups.
-        kind: name of the class in `_KINDS` that its specification is, or derives from.
-        spec: of its first layer: the scheduler sees no other.
-        block_tokens: tokens per block of the group.
-        block_bytes: bytes that one rank stores per block of the group, without padding.
-        layers: their names.
-    """
-
-    number: int
-    kind: str
-    spec: Any
+    number: int  # its position among vLLM's groups
+    kind: str  # name of the class in `_KINDS` that its specification is, or derives from
+    spec: Any  # of its first layer: the scheduler sees no other
     block_tokens: int
-    block_bytes: int
-    layers: tuple[str, ...]
+    block_bytes: int  # that one rank stores per block, without padding
+    layers: tuple[str, ...]  # their names
 
     @property
     def kept(self) -> int:
-        """Return the number of tokens before the next one that a window reads, or retains; 0 for other kinds."""
+        """The number of tokens before the next one that a window reads, or retains; 0 for other kinds."""
         if self.kind != "SlidingWindowSpec":
             return 0
         return int(self.spec.sliding_window) - 1 + int(getattr(self.spec, "extra_retained_tokens", 0))
@@ -86,8 +77,7 @@ def why_not_groups(vllm_config: Any, kv_cache_config: Any) -> str:
     groups = kv_cache_config.kv_cache_groups
     if not groups:
         return "its model has no KV cache"
-    why_not = next(filter(None, map(_why_not_group, groups)), "")
-    if why_not:
+    if why_not := next(filter(None, map(_why_not_group, groups)), ""):
         return why_not
     if is_plain(kv_cache_config):
         return ""
@@ -113,7 +103,6 @@ def why_not_groups(vllm_config: Any, kv_cache_config: Any) -> str:
 
 
 def hash_tokens(kv_cache_config: Any) -> int:
-    """Return the tokens per block hash."""
     return compat.hash_block_size(kv_cache_config) or math.gcd(*_block_sizes(kv_cache_config))
 
 
@@ -174,10 +163,7 @@ def kind_of(spec: Any) -> str:
 def layer_specs(spec: Any) -> Iterator[Any]:
     """Yield the specifications of a group's layers that are known here."""
     inner = getattr(spec, "kv_cache_specs", None)
-    if inner is None:
-        yield spec
-    else:
-        yield from inner.values()
+    yield from [spec] if inner is None else inner.values()
 
 
 def first_spec(group: Any) -> Any:

@@ -8,35 +8,28 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any
 
 logger = logging.getLogger("vllm.kvcache")
 
-F = TypeVar("F", bound=Callable[..., Any])
 
+def hook(side: str, method: Callable[..., Any], otherwise: Callable[..., Any] = lambda *_: None) -> Any:
+    """Return a hook of a connector that passes its call on to `method` of the connector's attribute `side`.
 
-class Guarded(Protocol):
-    """Has hooks, and can continue without the code that they call."""
+    If it raises, the connector's `give_up(where, error)` is called, which must not raise, and the hook returns
+    `otherwise(the side, *its positional arguments)`.
+    """
 
-    def give_up(self, where: str, error: Exception) -> None:
-        """Stop using the code that raised `error` in the hook `where`. Must not raise."""
+    @functools.wraps(method)
+    def guarded(connector: Any, *arguments: Any, **named: Any) -> Any:
+        ours = getattr(connector, side)
+        try:
+            return method(ours, *arguments, **named)
+        except Exception as error:  # noqa: BLE001 - whatever it is: the cache must not end the engine
+            connector.give_up(method.__name__, error)
+            return otherwise(ours, *arguments)
 
-
-def guard(otherwise: Callable[..., Any] = lambda *arguments: None) -> Callable[[F], F]:
-    """Let a method of a `Guarded` return `otherwise(self, *its positional arguments)` instead of raising."""
-
-    def decorate(hook: F) -> F:
-        @functools.wraps(hook)
-        def guarded(self: Guarded, *arguments: Any, **named: Any) -> Any:
-            try:
-                return hook(self, *arguments, **named)
-            except Exception as error:  # noqa: BLE001 - whatever it is: the cache must not end the engine
-                self.give_up(hook.__name__, error)
-                return otherwise(self, *arguments)
-
-        return cast(F, guarded)
-
-    return decorate
+    return guarded
 
 
 def report(where: str, error: Exception, in_scheduler: bool) -> str:

@@ -13,6 +13,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from msgspec.structs import replace
+
 from kvcache_client.engines.vllm import compat
 from kvcache_client.engines.vllm.groups import (
     Merged,
@@ -23,35 +25,31 @@ from kvcache_client.engines.vllm.groups import (
     merged_groups,
     why_not_groups,
 )
-from kvcache_client.worker.shards import Shards
+from kvcache_client.worker.places import Shards
 from kvcache_proto.errors import ConfigError
 from kvcache_proto.types import MAX_NAME, MAX_SHARDS, GroupSpec, NamespaceSpec
 
 WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
 _ORDINARY_FORMATS = {"auto", "hf", "safetensors", "pt", "fastsafetensors", "runai_streamer", "mistral"}
 _NOT_CONTENT = {"_name_or_path", "_commit_hash", "transformers_version", "name_or_path"}
+HEAD_MAJOR = ("HND", "LBHNC", "BLHNC", "BHLNC")  # layouts in which a block of a layer has its heads one after another
 STRIPES = 8
 _SAMPLES, _SAMPLE_BYTES = 16, 4096
-_OF_STATES = ("shapes", "dtypes", "mamba_type")
+_DESCRIBED = (
+    *("num_kv_heads", "head_size", "head_size_v", "dtype", "kv_quant_mode"),  # of attention
+    *("shapes", "dtypes", "mamba_type"),  # of states
+)
 _LONGEST = 1024  # characters of the description of layers; longer ones are represented by their digest
 
 
 class Surroundings(NamedTuple):
-    """Facts of the running engine.
+    """Facts of the running engine."""
 
-    Attributes:
-        version: vLLM's version.
-        device: kind and name of the device.
-        hash_bytes: length of a block hash.
-        seed: the seed of the hash chain; empty if each process draws it at random.
-        layout: layout of the KV cache, if the configuration does not have it.
-    """
-
-    version: str
-    device: str
-    hash_bytes: int
-    seed: str
-    layout: str = ""
+    version: str  # vLLM's
+    device: str  # its kind and name
+    hash_bytes: int  # length of a block hash
+    seed: str  # of the hash chain; empty if each process draws it at random
+    layout: str = ""  # of the KV cache, if the configuration does not have it
 
 
 def why_not(vllm_config: Any, kv_cache_config: Any) -> str:
@@ -62,8 +60,7 @@ def why_not(vllm_config: Any, kv_cache_config: Any) -> str:
             return f"{name} {ranks}: a block's tokens are spread over ranks"
     if _begins_from_nothing(vllm_config):
         return "vLLM computes a prompt of this model without what is cached of it (CPU_MLA)"
-    reason = why_not_groups(vllm_config, kv_cache_config)
-    if reason:
+    if reason := why_not_groups(vllm_config, kv_cache_config):
         return reason
     hashed = compat.hash_block_size(kv_cache_config)
     if is_plain(kv_cache_config) and hashed and hashed != engine_block_size(kv_cache_config):
@@ -97,7 +94,6 @@ def groups_of(kv_cache_config: Any, blocks_per_slot: int) -> list[Merged]:
 
 
 def layer_spec(kv_cache_config: Any) -> Any:
-    """Return the KV cache specification of the first layer."""
     return first_spec(kv_cache_config.kv_cache_groups[0])
 
 
@@ -121,7 +117,7 @@ def why_not_by_head(vllm_config: Any, kv_cache_config: Any, layout: str) -> str:
     spec, parallel = layer_spec(kv_cache_config), vllm_config.parallel_config
     if not is_plain(kv_cache_config):
         return "the model has other KV cache groups than one of full attention"
-    if not is_head_major(layout):
+    if layout not in HEAD_MAJOR:
         return f"the KV layout is {layout or 'not known'}, in which the heads of a token are together"
     heads = int(spec.num_kv_heads)
     page = int(spec.page_size_bytes)
@@ -134,11 +130,6 @@ def why_not_by_head(vllm_config: Any, kv_cache_config: Any, layout: str) -> str:
     if (shards := total * int(parallel.pipeline_parallel_size)) > MAX_SHARDS:
         return f"{shards} shards: at most {MAX_SHARDS}"
     return ""
-
-
-def is_head_major(layout: str) -> bool:
-    """Return True if a block of a layer has its heads one after another, as "HND" before vLLM 0.32, "LBHNC" since."""
-    return layout in ("HND", "LBHNC", "BLHNC", "BHLNC")
 
 
 def shards(vllm_config: Any, kv_cache_config: Any, by_head: bool = False) -> Shards:
@@ -173,9 +164,8 @@ def _stripes(kv_cache_config: Any) -> int:
 
 def _replicas(vllm_config: Any, kv_cache_config: Any) -> int:
     """Return the number of consecutive ranks that hold the same KV."""
-    replicas = compat.kv_replicas(kv_cache_config)
-    if replicas is not None:
-        return replicas
+    if (replicas := compat.kv_replicas(kv_cache_config)) is not None:
+        return int(replicas)
     model, ranks = vllm_config.model_config, int(vllm_config.parallel_config.tensor_parallel_size)
     if getattr(model, "use_mla", False):
         return ranks
@@ -193,16 +183,14 @@ def namespace_spec(
 ) -> NamespaceSpec:
     """Return the namespace of an engine's blocks, whose shards all have the size of this rank's: see `with_stages`.
 
-    Args:
-        weights: an id of the weights; if empty, they are the checkpoint's.
-        by_head: whether each KV head is a shard, so that engines with different numbers of ranks share blocks.
-    Reads the checkpoint's files if the model is a directory. Raises ConfigError.
+    `weights` names the weights; if empty, they are the checkpoint's. With `by_head`, each KV head is a shard, so that
+    engines with different numbers of ranks share blocks. Reads the checkpoint's files if the model is a directory.
+    Raises ConfigError.
     """
     model, cache = vllm_config.model_config, vllm_config.cache_config
     split = shards(vllm_config, kv_cache_config, by_head)
     merged = groups_of(kv_cache_config, blocks_per_slot)
     tokens = engine_block_size(kv_cache_config) * blocks_per_slot
-    cache_dtype = str(cache.cache_dtype)
     identity = {
         "vllm": ".".join(surroundings.version.split(".")[:2]),
         "device": surroundings.device,
@@ -210,7 +198,7 @@ def namespace_spec(
         "config": config_digest(vllm_config),
         "dtype": str(model.dtype),
         "quantization": str(model.quantization),
-        "kv_dtype": cache_dtype,
+        "kv_dtype": str(cache.cache_dtype),
         "layout": kv_layout(kv_cache_config, surroundings),
         "group": _describe_all(merged) or _describe(layer_spec(kv_cache_config), by_head),
         "block": f"{engine_block_size(kv_cache_config)}x{blocks_per_slot}",
@@ -228,8 +216,7 @@ def namespace_spec(
         identity["draft"] = f"{draft.method} {getattr(draft, 'model', None) or ''}".strip()
     if compat.computes_scales(cache):
         identity["kv_scales"] = f"engine {engine_id}"  # computed from the first batch that this engine ran
-    quantized = compat.quantizes_loaded_kv(vllm_config)
-    if quantized is not None:
+    if (quantized := compat.quantizes_loaded_kv(vllm_config)) is not None:
         identity["fa_quant"] = str(quantized)
     followed = len(merged) > 1 and compat.reads_next_token(vllm_config)
     if followed:  # an engine set to keep the last block of a hit does not share blocks with others
@@ -243,19 +230,12 @@ def namespace_spec(
 
 
 class Share(NamedTuple):
-    """A rank's share of a slot. With pipeline parallelism, no other process of the engine knows it.
+    """A rank's share of a slot. With pipeline parallelism, no other process of the engine knows it."""
 
-    Attributes:
-        layers: number of layers whose KV its stage has.
-        described: these layers, as in the identity of a namespace.
-        sizes: bytes in a slot of each group of the namespace.
-        tables: vLLM's groups in these slots, by number, unless the engine has just one group, of full attention.
-    """
-
-    layers: int
-    described: str
-    sizes: tuple[int, ...]
-    tables: tuple[tuple[int, ...], ...]
+    layers: int  # number of layers whose KV its stage has
+    described: str  # these layers, as in the identity of a namespace
+    sizes: tuple[int, ...]  # bytes in a slot of each group of the namespace
+    tables: tuple[tuple[int, ...], ...]  # vLLM's groups in these slots; () with just one group, of full attention
 
 
 def share_of_rank(spec: NamespaceSpec, merged: Sequence[Merged], kv_cache_config: Any) -> Share:
@@ -274,10 +254,8 @@ def with_stages(spec: NamespaceSpec, split: Shards, stages: Sequence[Sequence[Sh
     if len({share.tables for stage in stages for share in stage}) > 1:
         raise ConfigError("a pipeline stage has no layer of a KV cache group that another stage has layers of")
     writers = [share.sizes for stage in stages for share in stage[:: split.replicas] for _ in range(split.parts)]
-    groups = [
-        GroupSpec(group.block_tokens, sizes, group.kind, group.reach, group.period, group.followed)
-        for group, sizes in zip(spec.groups, zip(*writers, strict=True), strict=True)
-    ]
+    sizes = zip(*writers, strict=True)
+    groups = [replace(group, shard_bytes=each) for group, each in zip(spec.groups, sizes, strict=True)]
     described = "; ".join(dict.fromkeys(stage[0].described for stage in stages))
     layers = " + ".join(str(stage[0].layers) for stage in stages)
     identity = spec.identity | {"group": _shortened(described), "stages": f"{layers} layers"}
@@ -333,13 +311,11 @@ def directory_digest(folder: Path) -> str:
 def config_digest(vllm_config: Any) -> str:
     """Return a digest of the model's configuration as resolved, overrides included."""
     model = vllm_config.model_config
-    config = model.hf_config.to_dict()
-    facts: dict[str, Any] = {"config": _content(config)}
+    facts: dict[str, Any] = {"config": _content(model.hf_config.to_dict())}
     # These scale positions by the length limit, so here it does change the bytes.
     if any(kind in json.dumps(facts, default=str) for kind in ('"longrope"', '"su"', '"dynamic"')):
         facts["max_model_len"] = model.max_model_len
-    text = json.dumps(facts, sort_keys=True, default=str)
-    return hashlib.sha256(text.encode()).hexdigest()[:32]
+    return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:32]
 
 
 def has_experts(vllm_config: Any) -> bool:
@@ -364,19 +340,8 @@ def _content(value: Any) -> Any:
 
 def _describe(first: Any, by_head: bool = False) -> str:
     """Describe the first layer, for all: the scheduler sees no other, and the block's size covers the rest."""
-    facts = {
-        name: str(getattr(first, name))
-        for name in (
-            *(() if by_head else ("num_kv_heads",)),
-            "head_size",
-            "head_size_v",
-            "dtype",
-            "kv_quant_mode",
-            *_OF_STATES,
-        )
-        if hasattr(first, name)
-    }
-    return f"{type(first).__name__} {' '.join(f'{key}={value}' for key, value in facts.items())}"
+    names = [name for name in _DESCRIBED if hasattr(first, name) and not (by_head and name == "num_kv_heads")]
+    return f"{type(first).__name__} {' '.join(f'{name}={getattr(first, name)!s}' for name in names)}"
 
 
 def _describe_all(merged: Sequence[Merged]) -> str:

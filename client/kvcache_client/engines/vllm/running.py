@@ -27,12 +27,13 @@ def surroundings(vllm_config: Any, spec: Any = None) -> Surroundings:
     from vllm.platforms import current_platform
     from vllm.utils.hashing import get_hash_fn_by_name
 
+    seed = os.environ.get("PYTHONHASHSEED")
     hash_function = get_hash_fn_by_name(vllm_config.cache_config.prefix_caching_hash_algo)
     return Surroundings(
         version=vllm.__version__,
         device=f"{current_platform.device_type} {current_platform.get_device_name()}",
         hash_bytes=len(hash_function("length")),
-        seed=_hash_seed(hash_function),
+        seed=f"PYTHONHASHSEED={seed}" if seed is not None else compat.fixed_seed(hash_function),
         layout=compat.process_layout(vllm_config, spec),
     )
 
@@ -86,24 +87,9 @@ def join_logs(quiet: bool) -> None:
         ours.propagate = not theirs.handlers
 
 
-def warn_of_random_seed(found: Surroundings) -> None:
-    if not found.seed:
-        logger.warning(
-            "the block hashes of this engine begin with a random number: it shares blocks with no other engine, nor "
-            "with itself after a restart. Set PYTHONHASHSEED=0 in the environment of every engine that is to share"
-        )
-
-
 def rank_in_engine(parallel_config: Any) -> int:
     """Return the number of this process's rank: those of the first stage come first."""
     from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
     stage = get_pp_group().rank_in_group if parallel_config.pipeline_parallel_size > 1 else 0
     return int(stage * parallel_config.tensor_parallel_size + get_tp_group().rank_in_group)
-
-
-def _hash_seed(hash_function: Any) -> str:
-    given = os.environ.get("PYTHONHASHSEED")
-    if given is not None:
-        return f"PYTHONHASHSEED={given}"
-    return compat.fixed_seed(hash_function)

@@ -28,47 +28,50 @@ _drains: list[weakref.WeakMethod[Callable[[], None]]] = []
 def before_sleep(worker_class: str | type, drain: Callable[[], None]) -> None:
     """Call `drain`, a bound method, before a worker of that class unmaps memory, as long as the method's object lives.
 
-    `worker_class` is a class or the qualified name of one. Never raises: if there is no such class, one log line says
-    that sleep does not wait.
+    `worker_class` is a class or the qualified name of one.
     """
     _drains[:] = [each for each in _drains if each() is not None]
     _drains.append(weakref.WeakMethod(drain))
-    _wrap(worker_class, SLEEPS, _drain, "vLLM's sleep does not wait for copies of the KV cache server")
+    before_call(worker_class, SLEEPS, _drain, "vLLM's sleep does not wait for copies of the KV cache server")
 
 
 def before_step(worker_class: str | type) -> None:
     """Have each step passed to `before_step` of a rank's connector, before the rank's runner begins with it.
 
-    `worker_class` is as above. Never raises. A rank cannot rely on it: an executor may call the runner by itself.
+    `worker_class` is as above. A rank cannot rely on it: an executor may call the runner by itself.
     """
-    _wrap(worker_class, ("execute_model",), _tell, "the KV cache server is not told of steps before they begin")
+    before_call(worker_class, ("execute_model",), _tell, "the KV cache server is not told of steps before they begin")
 
 
-def _wrap(worker_class: str | type, names: Iterable[str], first: Callable[..., None], otherwise: str) -> None:
-    """Have `first` called with the same arguments before each of these methods; log `otherwise` if it cannot be."""
+def before_call(owner: str | type, names: Iterable[str], first: Callable[..., None], otherwise: str) -> bool:
+    """Have `first` called with the same arguments before each of these methods of a class, those that it has.
+
+    Never raises. Return False, and log `otherwise`, if there is no such class or method.
+    """
     try:
-        found = _resolve(worker_class) if isinstance(worker_class, str) else worker_class
-        for name in names:
-            method = getattr(found, name, None)
-            if method is not None and not hasattr(method, "_kvcache_first"):
-                setattr(found, name, _preceded(first, method))
+        if isinstance(owner, str):
+            module, _, name = owner.rpartition(".")
+            owner = getattr(importlib.import_module(module), name)
+        methods = {name: getattr(owner, name) for name in names if hasattr(owner, name)}
+        if not methods:
+            raise AttributeError(f"{owner} has none of {', '.join(names)}")
+        for name, method in methods.items():
+            if not hasattr(method, "_kvcache_first"):
+                setattr(owner, name, _preceded(first, method))
     except Exception as error:  # noqa: BLE001  # an unknown version is served anyway
         logger.warning("%s: %s", otherwise, error)
-
-
-def _resolve(name: str) -> Any:
-    module, _, attribute = name.rpartition(".")
-    return getattr(importlib.import_module(module), attribute)
+        return False
+    return True
 
 
 def _preceded(first: Callable[..., None], method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
-    def wrapped(worker: Any, *arguments: Any, **named: Any) -> Any:
+    def wrapped(*arguments: Any, **named: Any) -> Any:
         try:
             first(*arguments, **named)
         except Exception:  # the engine continues in any case
             logger.exception("before %s", method.__name__)
-        return method(worker, *arguments, **named)
+        return method(*arguments, **named)
 
     wrapped._kvcache_first = first  # type: ignore[attr-defined]
     return wrapped
@@ -84,7 +87,7 @@ def _drain(*arguments: Any, **named: Any) -> None:
                 logger.exception("copies were not waited for")
 
 
-def _tell(scheduler_output: Any, *arguments: Any, **named: Any) -> None:
+def _tell(worker: Any, scheduler_output: Any, *arguments: Any, **named: Any) -> None:
     from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
     if has_kv_transfer_group():

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Collection, Sequence
 from itertools import islice
-from typing import Any
 
 from kvcache_proto.types import MAX_GROUPS, Refusal
+from kvcache_server import status
 from kvcache_server.core.effects import Effects
 from kvcache_server.core.eviction.fair_share import FairShare
 from kvcache_server.core.eviction.learner import Learner
@@ -67,7 +67,6 @@ class Eviction:
         self._sweeper = sweeper
         self._useless: list[tuple[Block, str]] = []  # blocks to continue with, and the cause of the eviction
         self.learner = Learner(pool, draw, lots, policy != LRU)
-        self.guard = self.learner.guard
         self.fair_share = FairShare(pool.capacity, limits.namespace_floor)
         self.ranking = Ranking(pool, self.fair_share, self.learner)
         self.evictions: Counter[str] = Counter()  # blocks by cause
@@ -101,21 +100,16 @@ class Eviction:
         self.ranking.expire()
         return False
 
-    def figures(self) -> dict[str, Any]:
-        """Return the evicted blocks by cause, the order of eviction, and hits and evictions by class."""
+    def figures(self) -> status.Eviction:
+        """Return the order of eviction, and hits and evictions by class."""
         self.learner.learn()
-        names = ("once", "twice", "more")
-        return {
-            "evictions": dict(self.evictions),
-            "evicted_unread": self.evicted_unread,
-            "eviction": {
-                "by_age": self.guard.by_age,
-                "switches": self.guard.switches,
-                "declined_blocks": self.declined,
-                "hit_blocks_by_class": dict(zip(names, self.learner.hits_by_class, strict=True)),
-                "evicted_blocks_by_class": dict(zip(names, self.evicted_by_class, strict=True)),
-            },
-        }
+        return status.Eviction(
+            by_age=self.learner.guard.by_age,
+            switches=self.learner.guard.switches,
+            declined_blocks=self.declined,
+            hit_blocks_by_class=status.ByClass(*self.learner.hits_by_class),
+            evicted_blocks_by_class=status.ByClass(*self.evicted_by_class),
+        )
 
     def limit_evictions(self) -> None:
         """Bound the number of blocks that one reservation may evict: it is one step of the daemon."""
