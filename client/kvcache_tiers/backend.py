@@ -76,7 +76,7 @@ class Backend(Protocol):
 
         This is called every few seconds. Raises Failed if it could not be opened again, either.
         """
-        ...
+        return ""
 
     def close(self) -> None:
         """End all work of the backend. No other call follows, and none is running."""

@@ -15,6 +15,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from urllib.parse import unquote
 
@@ -22,7 +23,7 @@ import numpy as np
 
 from kvcache_proto.errors import ConfigError, NotPermitted
 from kvcache_proto.sizes import parse_size
-from kvcache_tiers.backend import Failed, Value
+from kvcache_tiers.backend import Backend, Failed, Value
 from kvcache_tiers.folder import Folder
 from kvcache_tiers.segments import LAST_NUMBER, LEAST_RECORDS, MOST_BYTES, PAGE, Kind, Segment, names_of, numbers
 from kvcache_tiers.urls import options, shown, split_url
@@ -49,7 +50,7 @@ def open_tier(url: str, region: memoryview) -> DiskTier:
     return DiskTier(Path(unquote(split.path)), parse_size(given["size"]), direct == "on")
 
 
-class DiskTier:
+class DiskTier(Backend):
     """Counters: `counts`, by name."""
 
     batch_bytes = 8 << 20
@@ -93,8 +94,14 @@ class DiskTier:
         return [key in places for key in keys]
 
     def get(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[bytes | None]:
-        with self._reading():
+        with self._lock:
+            self._reads += 1
+        try:
             return [self._get(key, buffer) for key, buffer in zip(keys, buffers, strict=True)]
+        finally:
+            with self._lock:
+                self._reads -= 1
+                self._lock.notify_all()
 
     def put(self, keys: Sequence[bytes], values: Sequence[Value]) -> list[bool]:
         return [self._put(key, value) for key, value in zip(keys, values, strict=True)]
@@ -146,17 +153,6 @@ class DiskTier:
         finally:
             self._unpin(place)
 
-    @contextlib.contextmanager
-    def _reading(self) -> Iterator[None]:
-        with self._lock:
-            self._reads += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._reads -= 1
-                self._lock.notify_all()
-
     # Writes.
 
     def _put(self, key: bytes, value: Value) -> bool:
@@ -166,10 +162,13 @@ class DiskTier:
                 return True
             if key in self._writing:
                 return False
-            place = self._place(kind)
-            if place is None:
+            free = self._free.setdefault(kind, [])
+            if not free and not self._grow(kind):
+                self._make_room(kind)
+            if not free:
                 self.counts["no_room"] += 1
                 return False
+            place = free.pop()
             self._pin(place)
             self._writing.add(key)
             self._lock.wait_for(lambda: not self._reads, YIELD)  # a request waits for each of them
@@ -225,13 +224,6 @@ class DiskTier:
             buffer = self._local.buffer = mmap.mmap(-1, size)
         return memoryview(buffer)[:size]
 
-    def _place(self, kind: Kind) -> Place | None:
-        """Return a place for a value: a free one, one in a new segment, or that of a value that gives way."""
-        free = self._free.setdefault(kind, [])
-        if not free and not self._grow(kind):
-            self._make_room(kind)
-        return free.pop() if free else None
-
     def _grow(self, kind: Kind) -> bool:
         """Make another segment, a small one if the disk has no room for more. Raises Failed."""
         if not kind.plausible(LEAST_RECORDS):  # it would not be found again
@@ -265,6 +257,7 @@ class DiskTier:
         return False
 
     def _make_room(self, kind: Kind) -> None:
+        """Free a place: remove a segment of another kind that was used longest ago, or else a value of this kind."""
         if self._size < LEAST_RECORDS * kind.room:
             return
         own = [segment for segment in self._segments.values() if segment.kind == kind]
@@ -276,27 +269,23 @@ class DiskTier:
                 self._drop(oldest)
                 if self._grow(kind):
                     return
-        hand = self._hands.get(kind)
-        for _ in range((HOTTEST + 2) * sum(each.records for each in own)):
-            place = next(hand, None) if hand is not None else None
-            if place is None:  # once around, or never begun
-                hand = self._hands[kind] = self._around(kind)
-                continue
-            segment, record = place
+        hand = self._hands.setdefault(kind, self._around(kind))
+        for segment, record in islice(hand, (HOTTEST + 2) * sum(each.records for each in own)):
             if segment.number not in self._segments or record in segment.pins:
                 continue
             if segment.heat[record]:
                 segment.heat[record] -= 1
                 continue
             key = segment.key(record)
-            if self._places.get(key) == place:
+            if self._places.get(key) == (segment, record):
                 self._forget(key)
                 self.counts["evicted"] += 1
                 return
 
     def _around(self, kind: Kind) -> Iterator[Place]:
-        for segment in list(self._segments.values()):
-            if segment.kind == kind:
+        """Yield the places of a kind again and again."""
+        while segments := [each for each in self._segments.values() if each.kind == kind]:
+            for segment in segments:
                 for record in range(segment.records):
                     yield segment, record
 

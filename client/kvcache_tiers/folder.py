@@ -6,6 +6,7 @@ it, which must be a regular file with a single name. Links are not followed, and
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import stat
@@ -66,24 +67,20 @@ class Folder:
 
     def in_place(self) -> bool:
         """Return True if its path still leads to it."""
-        try:
+        with contextlib.suppress(OSError):
             return os.path.samestat(os.stat(self.path), os.fstat(self.fd))
-        except OSError:
-            return False
+        return False
 
     def has(self, name: str, file: int) -> bool:
         """Return True if `name` is still the name of an open file."""
-        try:
+        with contextlib.suppress(OSError):
             return os.path.samestat(os.stat(name, dir_fd=self.fd, follow_symlinks=False), os.fstat(file))
-        except OSError:
-            return False
+        return False
 
     def remove(self, name: str) -> None:
         """Remove a file, if there is one."""
-        try:
+        with contextlib.suppress(FileNotFoundError):
             os.unlink(name, dir_fd=self.fd)
-        except FileNotFoundError:
-            return
 
 
 def _trusted() -> tuple[int, int]:

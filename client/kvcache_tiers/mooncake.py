@@ -39,7 +39,7 @@ import xxhash
 
 from kvcache_proto.errors import ConfigError
 from kvcache_proto.sizes import parse_size
-from kvcache_tiers.backend import Failed, Value
+from kvcache_tiers.backend import Backend, Failed, Value
 from kvcache_tiers.urls import options, seconds, shown, split_url
 
 PORT = 50051  # the master's own default
@@ -65,13 +65,13 @@ class Options(NamedTuple):
 
     master: str
     port: int
-    metadata: str
-    protocol: str
-    device: str
-    segment: int
-    local_buffer: int
-    hostname: str
-    timeout: float
+    metadata: str = "P2PHANDSHAKE"
+    protocol: str = "tcp"
+    device: str = ""
+    segment: int = 0
+    local_buffer: int = 16 << 20
+    hostname: str = ""
+    timeout: float = 5.0
 
 
 def parse(url: str) -> Options:
@@ -81,23 +81,17 @@ def parse(url: str) -> Options:
         port = split.port or PORT
     except ValueError as error:
         raise ConfigError(f"{shown(split)}: {error}") from error
-    given = options(split, *Options._fields[2:])
-    protocol, device = given.get("protocol", "tcp"), given.get("device", "")
+    given: dict[str, Any] = {**options(split, *Options._fields[2:])}
     if not split.hostname or split.path not in ("", "/") or "@" in split.netloc:
         raise ConfigError(f"{shown(split)}: a master, as in mooncake://master-host:{PORT}/")
-    if protocol not in ("tcp", "rdma") or (device and protocol == "tcp"):
+    for name in given.keys() & {"segment", "local_buffer"}:
+        given[name] = parse_size(given[name])
+    if "timeout" in given:
+        given["timeout"] = seconds(split, "timeout", given["timeout"], float, 0.1, 60.0)
+    found = Options(split.hostname, port, **given)
+    if found.protocol not in ("tcp", "rdma") or (found.device and found.protocol == "tcp"):
         raise ConfigError(f"{shown(split)}: protocol is tcp or rdma, and device is for rdma")
-    return Options(
-        split.hostname,
-        port,
-        given.get("metadata", "P2PHANDSHAKE"),
-        protocol,
-        device,
-        parse_size(given.get("segment", "0")),
-        parse_size(given.get("local_buffer", "16MiB")),
-        given.get("hostname", ""),
-        seconds(split, "timeout", given.get("timeout", "5"), 0.1, 60),
-    )
+    return found
 
 
 def open_tier(url: str, region: memoryview) -> MooncakeTier:
@@ -157,7 +151,7 @@ def environment(timeout: float) -> dict[str, str]:
     }
 
 
-class MooncakeTier:
+class MooncakeTier(Backend):
     """Counters: `counts`, by name. `store` is the library's client.
 
     A call raises Failed while the master does not answer, and works again when it does: the library reconnects. A
@@ -216,13 +210,11 @@ class MooncakeTier:
             rest = []
             for numbers in batches:
                 chosen = [keys[each] for each in numbers], [buffers[each] for each in numbers]
-                for number, found in zip(numbers, self._get(*chosen, room), strict=True):
-                    if found == _TOO_LARGE:
+                for number, code, header in zip(numbers, *self._get(*chosen, room), strict=True):
+                    headers[number] = header
+                    if code == _TOO_LARGE:
                         rest.append(number)
-                    elif isinstance(found, bytes):
-                        headers[number] = found
-        if rest:
-            self.counts["other_size"] += len(rest)
+        self.counts["other_size"] += len(rest)
         return headers
 
     def remove(self, keys: Sequence[bytes]) -> None:
@@ -230,18 +222,17 @@ class MooncakeTier:
         for code in self._call("batch_remove", keys, True):
             self._count(code, 0, _NOT_FOUND)
 
-    def lost(self) -> str:
-        return ""
-
     def close(self) -> None:
         if self.store.close():
             self.counts["close_failed"] += 1
 
     # The library.
 
-    def _get(self, keys: Sequence[bytes], buffers: Sequence[memoryview], room: int) -> list[bytes | int]:
-        """Read values whose headers are in rooms of this size. Return the header or the code of each."""
-        found: list[bytes | int] = []
+    def _get(
+        self, keys: Sequence[bytes], buffers: Sequence[memoryview], room: int
+    ) -> tuple[list[int], list[bytes | None]]:
+        """Read values whose headers are in rooms of this size. Return the library's codes, and the headers found."""
+        found: list[bytes | None] = []
         with self._headers() as headers:
             places = [place for place, _ in zip(headers, buffers, strict=False)]
             codes = self._call(
@@ -251,18 +242,17 @@ class MooncakeTier:
                 [[data.nbytes, room] for data in buffers],
             )
             for key, code, data, (_, place) in zip(keys, codes, buffers, places, strict=True):
+                header = None
                 if code < 0:
                     self._count(code, _NOT_FOUND, _TOO_LARGE)
-                    found.append(code)
-                    continue
-                checksum, length = _FIXED.unpack_from(place)
-                header = bytes(place[_FIXED.size : _FIXED.size + length])
-                if code == data.nbytes + room and checksum == _checksum(key, header, data):
-                    found.append(header)
                 else:
-                    self.counts["not_whole"] += 1
-                    found.append(_NOT_FOUND)
-        return found
+                    checksum, length = _FIXED.unpack_from(place)
+                    header = bytes(place[_FIXED.size : _FIXED.size + length])
+                    if code != data.nbytes + room or checksum != _checksum(key, header, data):
+                        self.counts["not_whole"] += 1
+                        header = None
+                found.append(header)
+        return codes, found
 
     def _call(self, name: str, keys: Sequence[bytes], *rest: object) -> list[int]:
         """Return the library's code for each key. Raises Failed if the master fails."""
@@ -271,15 +261,12 @@ class MooncakeTier:
         codes: list[int] = getattr(self.store, name)([key_name(key) for key in keys], *rest)
         for code in codes:
             if code in _MASTER:
-                raise self._no_master(code)
+                self.counts["master_failed"] += 1
+                raise Failed(f"{self._master}: the master does not answer (code {code})")
         if len(codes) != len(keys):
             self.counts["bad_answers"] += 1
             raise Failed(f"{self._master}: {len(codes)} answers for {len(keys)} keys")
         return codes
-
-    def _no_master(self, code: int) -> Failed:
-        self.counts["master_failed"] += 1
-        return Failed(f"{self._master}: the master does not answer (code {code})")
 
     def _count(self, code: int, *fine: int) -> None:
         if code not in fine:

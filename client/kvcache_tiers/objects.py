@@ -24,34 +24,21 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from datetime import timedelta
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import unquote
 
 from obstore.exceptions import BaseError
 from obstore.store import AzureStore, GCSStore, S3Store
 
 from kvcache_proto.errors import ConfigError
-from kvcache_tiers.backend import Failed, Value
-from kvcache_tiers.packs import (
-    LEAST_HEAD,
-    MOST_DATA,
-    MOST_HEAD,
-    Index,
-    Run,
-    first_name,
-    head_bytes,
-    make_head,
-    make_name,
-    read_head,
-    row_bytes,
-    runs,
-    written_at,
-)
+from kvcache_tiers import packs
+from kvcache_tiers.backend import Backend, Failed, Value
+from kvcache_tiers.packs import K, Run
 from kvcache_tiers.urls import options, seconds, shown, split_url
 
 if TYPE_CHECKING:
     from obstore import GetResult
-    from obstore.store import AzureConfig, ClientConfig, GCSConfig, RetryConfig, S3Config
+    from obstore.store import ClientConfig, RetryConfig
 
 FOLDER = "packs"
 PART = 8 << 20  # bytes of a request that writes; one pack has up to 8 at once
@@ -68,8 +55,11 @@ Store = S3Store | GCSStore | AzureStore
 T = TypeVar("T")
 R = TypeVar("R")
 
-_DEFAULTS = {"refresh": "5", "timeout": "5"}  # seconds
-_KINDS = {"s3": ("endpoint", "region"), "gs": ("endpoint",), "az": ("endpoint",)}  # their options
+_KINDS: dict[str, tuple[type[Store], dict[str, str]]] = {  # with the names that obstore has for their options
+    "s3": (S3Store, {"endpoint": "endpoint", "region": "region"}),
+    "gs": (GCSStore, {"endpoint": "base_url"}),
+    "az": (AzureStore, {"endpoint": "endpoint"}),
+}
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,254}")
 _ENDPOINT = re.compile(r"https?://([A-Za-z0-9.-]+|\[[0-9A-Fa-f:]+\])(:[0-9]{1,5})?(/[A-Za-z0-9._/-]*)?")
 
@@ -86,46 +76,35 @@ def open_tier(url: str, region: memoryview) -> ObjectTier:
     name = shown(split)
     if "@" in split.netloc + split.query:  # comes first, because its message does not repeat the URL
         raise ConfigError(f"a tier of {split.scheme}: credentials belong in the environment, not in the URL")
-    given = options(split, *_KINDS[split.scheme], "refresh", "timeout")
+    kind, names = _KINDS[split.scheme]
+    given = options(split, *names, "refresh", "timeout")
     if not _BUCKET.fullmatch(split.netloc):
         raise ConfigError(f"{name}: a bucket and a prefix, as in {split.scheme}://bucket/kvcache")
     endpoint = given.get("endpoint", "")
     if endpoint and not _ENDPOINT.fullmatch(endpoint):
         raise ConfigError(f"{name}: the endpoint is a URL, as in http://host:9000")
     refresh, timeout = (
-        seconds(split, each, given.get(each, _DEFAULTS[each]), 0.01, 3600) for each in ("refresh", "timeout")
+        seconds(split, each, given.get(each, "5"), float, 0.01, 3600.0) for each in ("refresh", "timeout")
     )
+    stall = timedelta(seconds=timeout)
+    client: ClientConfig = {"connect_timeout": stall, "read_timeout": stall, "timeout": 6 * stall}
+    if endpoint.startswith("http:"):
+        client["allow_http"] = True
+    # A request that timed out is not tried again: `retry_timeout` counts from its beginning.
+    retry: RetryConfig = {"max_retries": 2, "retry_timeout": stall}
+    config: Any = {names[each]: value for each, value in given.items() if each in names and value}
+    prefix = unquote(split.path).strip("/")
     try:
-        store = _open_store(split.scheme, split.netloc, unquote(split.path).strip("/"), given, timeout)
-    except (BaseError, OSError, ValueError) as error:
+        store = kind(split.netloc, prefix=prefix, config=config, client_options=client, retry_config=retry)
+    except (BaseError, OSError, ValueError) as error:  # also for wrong settings in the environment
         raise ConfigError(f"{name}: {_text(error)}") from None
     return ObjectTier(store, name, refresh)
 
 
-def _open_store(scheme: str, bucket: str, prefix: str, given: dict[str, str], timeout: float) -> Store:
-    """Return the store. Raises obstore's errors for wrong settings, also those of the environment."""
-    endpoint, stall = given.get("endpoint"), timedelta(seconds=timeout)
-    client: ClientConfig = {"connect_timeout": stall, "read_timeout": stall, "timeout": 6 * stall}
-    if endpoint and endpoint.startswith("http:"):
-        client["allow_http"] = True
-    # A request that timed out is not tried again: `retry_timeout` counts from its beginning.
-    retry: RetryConfig = {"max_retries": 2, "retry_timeout": stall}
-    if scheme == "s3":
-        s3: S3Config = {"endpoint": endpoint} if endpoint else {}
-        if "region" in given:
-            s3["region"] = given["region"]
-        return S3Store(bucket, prefix=prefix, config=s3, client_options=client, retry_config=retry)
-    if scheme == "gs":
-        gs: GCSConfig = {"base_url": endpoint} if endpoint else {}
-        return GCSStore(bucket, prefix=prefix, config=gs, client_options=client, retry_config=retry)
-    az: AzureConfig = {"endpoint": endpoint} if endpoint else {}
-    return AzureStore(bucket, prefix=prefix, config=az, client_options=client, retry_config=retry)
-
-
-class ObjectTier:
+class ObjectTier(Backend):
     """Counters: `counts`, by name. `len` is the number of values that are known."""
 
-    batch_bytes = MOST_DATA
+    batch_bytes = packs.MOST_DATA
 
     def __init__(self, store: Store, name: str, refresh: float) -> None:
         """Read the heads of all packs. `name` appears in errors; `refresh` is in seconds. Raises Failed."""
@@ -133,7 +112,7 @@ class ObjectTier:
         self._store, self._name = store, name
         self._lock = threading.Lock()  # of the index, the ignored packs and the counters
         self._removing = threading.Lock()
-        self._index = Index()
+        self._index = packs.Index()
         self._ignored: set[str] = set()
         self._newest = 0  # milliseconds since 1970
         self._look(0)
@@ -154,36 +133,32 @@ class ObjectTier:
     def get(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[bytes | None]:
         headers: list[bytes | None] = [None] * len(keys)
 
-        def read(run: Run) -> list[int]:
+        def read(run: Run[int]) -> list[int]:
             """Copy the values of a run to their buffers; return the numbers of those that turned out to be gone."""
-            data = self._fetch(run)
-            if data is None:
-                return [number for number, _ in run]
-            offset = run[0][1].offset
-            for number, place in run:
-                begin = place.offset - offset
-                buffers[number].cast("B")[:] = data[begin : begin + place.size]
-                headers[number] = place.header
-            return []
+            found = self._fetch(run)
+            for number, value in found.items():
+                buffers[number].cast("B")[:] = value.data
+                headers[number] = value.header
+            return [number for number, _ in run if number not in found]
 
         rest = list(range(len(keys)))
         while rest:  # another pack may have the values of one that is gone
             with self._lock:
                 places = [(number, self._index.find(keys[number])) for number in rest]
             wanted = [(n, place) for n, place in places if place is not None and place.size == buffers[n].nbytes]
-            rest = [number for gone in _all(self._readers, read, runs(wanted, LONGEST_READ)) for number in gone]
+            rest = [number for gone in _all(self._readers, read, packs.runs(wanted, LONGEST_READ)) for number in gone]
         return headers
 
     def put(self, keys: Sequence[bytes], values: Sequence[Value]) -> list[bool]:
         with self._lock:
             new = {key: value for key, value in zip(keys, values, strict=True) if key not in self._index}
         pack: dict[bytes, Value] = {}
-        head, size = LEAST_HEAD, 0
+        head, size = packs.LEAST_HEAD, 0
         for key, value in new.items():
-            row, length = row_bytes(key, value.header), value.data.nbytes
-            if pack and (head + row > MOST_HEAD or size + length > self.batch_bytes):
+            row, length = packs.row_bytes(key, value.header), value.data.nbytes
+            if pack and (head + row > packs.MOST_HEAD or size + length > self.batch_bytes):
                 self._write(pack)
-                pack, head, size = {}, LEAST_HEAD, 0
+                pack, head, size = {}, packs.LEAST_HEAD, 0
             pack[key], head, size = value, head + row, size + length
         if pack:
             self._write(pack)
@@ -196,12 +171,9 @@ class ObjectTier:
         """
         with self._removing:
             with self._lock:
-                packs = self._index.packs_with(keys)
-            for pack in packs:
+                found = self._index.packs_with(keys)
+            for pack in found:
                 self._write_without(pack, set(keys))
-
-    def lost(self) -> str:
-        return ""
 
     def close(self) -> None:
         self._closing.set()
@@ -210,14 +182,19 @@ class ObjectTier:
 
     # Packs.
 
-    def _fetch(self, run: Run) -> memoryview | None:
-        """Return the data of a run; None if its pack is gone, which is then forgotten. Raises Failed."""
+    def _fetch(self, run: Run[K]) -> dict[K, Value]:
+        """Return the values of a run; none if its pack is gone, which is then forgotten. Raises Failed."""
         (_, first), (_, last) = run[0], run[-1]
         data = self._read(first.pack, first.offset, last.offset + last.size)
         if data is None:
             with self._lock:
                 self.counts["packs_gone"] += self._index.drop(first.pack)
-        return data
+            return {}
+        rest = data  # the values follow one another without a gap
+        found = {}
+        for name, place in run:
+            found[name], rest = Value(place.header, rest[: place.size]), rest[place.size :]
+        return found
 
     def _read(self, pack: str, begin: int, end: int) -> memoryview | None:
         """Return a range of bytes; None if the pack is not there, or shorter. Raises Failed."""
@@ -230,8 +207,8 @@ class ObjectTier:
 
     def _write(self, values: dict[bytes, Value]) -> None:
         """Write a pack. Raises Failed."""
-        head = make_head((key, value.header, value.data.nbytes) for key, value in values.items())
-        pack = make_name(time.time_ns() // 1_000_000, head, secrets.randbits(64))
+        head = packs.make_head((key, value.header, value.data.nbytes) for key, value in values.items())
+        pack = packs.make_name(time.time_ns() // 1_000_000, head, secrets.randbits(64))
         size = len(head) + sum(value.data.nbytes for value in values.values())
         with self._call():
             self._store.put(
@@ -241,23 +218,20 @@ class ObjectTier:
                 chunk_size=PART,
                 max_concurrency=self.batch_bytes // PART,
             )
-        places = read_head(pack, head, size)
+        places = packs.read_head(pack, head, size)
         assert places is not None
         with self._lock:
             self._index.add(pack, places)
 
     def _write_without(self, pack: str, keys: set[bytes]) -> None:
         with self._lock:
-            places = self._index.values(pack)
-        kept = [(key, place) for key, place in places.items() if key not in keys]
+            kept = {key: place for key, place in self._index.values(pack).items() if key not in keys}
         values: dict[bytes, Value] = {}
-        for run in runs(((number, place) for number, (_, place) in enumerate(kept)), LONGEST_READ):
-            data = self._fetch(run)
-            if data is None:
+        for run in packs.runs(kept.items(), LONGEST_READ):
+            found = self._fetch(run)
+            if not found:
                 return
-            for number, place in run:
-                begin = place.offset - run[0][1].offset
-                values[kept[number][0]] = Value(place.header, data[begin : begin + place.size])
+            values |= found
         if values:
             self._write(values)
         with self._lock:
@@ -297,14 +271,14 @@ class ObjectTier:
         with self._lock:
             known = list(self._index.packs)
         listed = self._list(since)
-        gone = [pack for pack in known if pack >= first_name(since) and pack not in listed]
+        gone = [pack for pack in known if pack >= packs.first_name(since) and pack not in listed]
         with self._lock:
             self.counts["packs_gone"] += sum(self._index.drop(pack) for pack in gone)
             new = [pack for pack in listed if pack not in self._index.packs and pack not in self._ignored]
         with ThreadPoolExecutor(FINDERS, "kvcache-packs") as finders:
             for begin in range(0, len(new), AT_ONCE):
                 _all(finders, lambda pack: self._add(pack, listed[pack]), new[begin : begin + AT_ONCE])
-        newest = max(map(written_at, listed), default=0)
+        newest = max(map(packs.written_at, listed), default=0)
         self._newest = min(newest, time.time_ns() // 1_000_000)  # a clock may be fast
 
     def _list(self, since: int) -> dict[str, int]:
@@ -312,10 +286,10 @@ class ObjectTier:
         listed: dict[str, int] = {}
 
         async def collect() -> None:
-            async for page in self._store.list(FOLDER, offset=f"{FOLDER}/{first_name(since)}", chunk_size=1000):
+            async for page in self._store.list(FOLDER, offset=f"{FOLDER}/{packs.first_name(since)}", chunk_size=1000):
                 for each in page:
                     name = each["path"].removeprefix(f"{FOLDER}/")
-                    if head_bytes(name) is not None:
+                    if packs.head_bytes(name) is not None:
                         listed[name] = each["size"]
                 if len(listed) > MOST_PACKS:
                     raise Failed(f"{self._name}: there are more than {MOST_PACKS:,} packs")
@@ -329,12 +303,12 @@ class ObjectTier:
 
     def _add(self, pack: str, size: int) -> None:
         """Add a pack of `size` bytes to the index, unless it is not whole. Raises Failed."""
-        length = head_bytes(pack)
+        length = packs.head_bytes(pack)
         assert length is not None
         head = self._read(pack, 0, length) if length <= size else b""
         if head is None:
             return  # it is already gone
-        places = read_head(pack, bytes(head), size)
+        places = packs.read_head(pack, bytes(head), size)
         with self._lock:
             if places is None:
                 self._ignored.add(pack)

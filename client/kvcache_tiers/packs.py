@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 import struct
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import xxhash
 
@@ -37,8 +37,9 @@ class Place(NamedTuple):
     header: bytes
 
 
-Run = list[tuple[int, Place]]
-"""Numbers of the caller's, and places that follow one another in one pack without a gap."""
+K = TypeVar("K")
+Run = list[tuple[K, Place]]
+"""Names or numbers of the caller's, with places that follow one another in one pack without a gap."""
 
 
 def make_name(milliseconds: int, head: bytes, random: int) -> str:
@@ -88,11 +89,8 @@ def read_head(name: str, head: bytes, size: int) -> dict[bytes, Place] | None:
     fixed, rows = head[: _FIXED.size], head[_FIXED.size + _SUM.size :]
     magic, version, count, length, total = _FIXED.unpack(fixed)
     (checksum,) = _SUM.unpack_from(head, _FIXED.size)
-    if (magic, version, length, total) != (_MAGIC, FORMAT, len(head), size):
-        return None
-    if count > 1 and size - length > MOST_DATA:
-        return None
-    if checksum != xxhash.xxh3_64_intdigest(fixed + rows):
+    is_pack = (magic, version, length, total) == (_MAGIC, FORMAT, len(head), size)
+    if not is_pack or (count > 1 and size - length > MOST_DATA) or checksum != xxhash.xxh3_64_intdigest(fixed + rows):
         return None
     places, at, offset = {}, 0, length
     for _ in range(count):
@@ -160,17 +158,17 @@ class Index:
         return keys is not None
 
 
-def runs(wanted: Iterable[tuple[int, Place]], longest: int) -> list[Run]:
+def runs(wanted: Iterable[tuple[K, Place]], longest: int) -> list[Run[K]]:
     """Group places into runs, each of at most `longest` bytes unless it is a single value."""
-    found: list[Run] = []
+    found: list[Run[K]] = []
     size = 0
-    for number, place in sorted(wanted, key=lambda each: each[1][:2]):
+    for name, place in sorted(wanted, key=lambda each: each[1][:2]):
         last = found[-1][-1][1] if found else None
         follows = last is not None and (last.pack, last.offset + last.size) == (place.pack, place.offset)
         if follows and size + place.size <= longest:
-            found[-1].append((number, place))
+            found[-1].append((name, place))
             size += place.size
         else:
-            found.append([(number, place)])
+            found.append([(name, place)])
             size = place.size
     return found

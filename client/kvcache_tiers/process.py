@@ -22,8 +22,7 @@ from kvcache_proto import messages as m
 from kvcache_proto.errors import BadArgument, ClientError, KVCacheError, NotPermitted, RegionError, Unavailable
 from kvcache_proto.types import MAX_NAME, NamespaceSpec, Outcome, Refusal
 from kvcache_tiers.backend import Backend, Failed, find_opener
-from kvcache_tiers.moves import Moves
-from kvcache_tiers.pause import Pause
+from kvcache_tiers.moves import Moves, Pause
 
 log = logging.getLogger("kvcache_tiers")
 
@@ -55,7 +54,7 @@ class TierProcess:
         self._writers = ThreadPoolExecutor(WRITERS, "tier-write")
         self._backend: Backend | None = None
         self._region: Region | None = None  # that the backend was opened with
-        self._lost, self._check_at = False, 0.0  # whether its values were removed, and when to check next
+        self._check_at = 0.0  # when to check next whether its values were removed
         self._namespaces: dict[str, tuple[Namespace, float]] = {}  # by id, with the time of the last job, oldest first
         self._counts: Counter[str] = Counter()
         self._reported: Counter[str] = Counter()
@@ -81,21 +80,21 @@ class TierProcess:
                 elif self._backend is not None and region is not self._region:
                     log.info("the daemon has another region: starting again")
                     return RESTART
-                elif self._lost:
-                    return RESTART
                 elif self._open(region):
-                    self._work()
+                    if self._is_lost():
+                        return RESTART
+                    if not self._reading.left:
+                        self._work()
             return 0
         finally:
-            self._looker.shutdown(cancel_futures=True)
-            self._readers.shutdown(cancel_futures=True)
-            self._writers.shutdown(cancel_futures=True)
+            for pool in (self._looker, self._readers, self._writers):
+                pool.shutdown(cancel_futures=True)
             if self._backend is not None:
                 self._backend.close()
             self._session.close()
 
     def _open(self, region: Region) -> bool:
-        """Return True if the backend is open, has not lost its values, and may be used."""
+        """Return True if the backend is open, and may be used."""
         if wait := self._reading.left:
             self._stopping.wait(min(wait, 0.5))
             return False
@@ -113,26 +112,26 @@ class TierProcess:
             self._region = region
             self._moves = Moves(self._backend, self._counts)
             log.info("tier %s is open", self._name)
-        return self._is_whole()
+        return True
 
-    def _is_whole(self) -> bool:
-        """Return True if the backend still has its values, as far as is known; check every few seconds.
+    def _is_lost(self) -> bool:
+        """Return True if the backend has lost its values; check every few seconds.
 
-        After a loss, the process starts again, so that the daemon, too, forgets the tier's values.
+        Then the process starts again, so that the daemon, too, forgets the tier's values.
         """
         assert self._backend is not None
         now = time.monotonic()
         if now < self._check_at:
-            return True
+            return False
         try:
-            if why := self._backend.lost():
-                self._lost = True
-                self._failed(Failed(why))
-        except Failed as error:  # then it is checked again after the pause
+            why = self._backend.lost()
+        except Failed as error:  # it is checked again after the pause
             self._failed(error)
             return False
         self._check_at = now + CHECK_EVERY
-        return not self._lost
+        if why:
+            self._failed(Failed(why))
+        return bool(why)
 
     def _give_up(self) -> None:
         log.error("tier %s ends: its store could not be opened within %g s", self._name, OPENING)
@@ -159,23 +158,19 @@ class TierProcess:
         except KVCacheError as error:
             log.warning("a namespace cannot be attached: %s", error)
         for look in jobs.looks:
-            self._looker.submit(self._guarded, self._look, look, self._spec(look.namespace, now))
+            self._looker.submit(self._guarded, self._look, look, self._namespace(look.namespace, now))
         for bring in jobs.brings:
             self._reserve(bring, now)
         for write in jobs.writes:
-            spec = self._spec(write.namespace, now)
-            self._writers.submit(self._guarded, self._write_out, write, spec, self._session.region)
+            namespace = self._namespace(write.namespace, now)
+            self._writers.submit(self._guarded, self._write_out, write, namespace, self._session.region)
         self._leave(now)
         if now >= self._say_at:
             self._say_at = now + SAY_EVERY
-            self._say(self._backend.counts)
-
-    def _say(self, counts: Counter[str]) -> None:
-        """Log the increases of the backend's counts since the last line."""
-        new = Counter(counts) - self._said
-        if new:
-            self._said += new
-            log.info("the store: %s", ", ".join(f"{name} {count}" for name, count in sorted(new.items())))
+            new = Counter(self._backend.counts) - self._said
+            if new:
+                self._said += new
+                log.info("the store: %s", ", ".join(f"{name} {count}" for name, count in sorted(new.items())))
 
     # Namespaces.
 
@@ -200,10 +195,6 @@ class TierProcess:
             self._namespaces[number] = found[0], now
         return found[0] if found else None
 
-    def _spec(self, number: str, now: float) -> NamespaceSpec | None:
-        found = self._namespace(number, now)
-        return found.spec if found is not None else None
-
     # Jobs.
 
     def _guarded(self, work: Callable[..., None], *args: object) -> None:
@@ -213,11 +204,11 @@ class TierProcess:
             log.exception("a job has failed inside the tier")
             self._counts["internal"] += 1
 
-    def _look(self, look: m.Look, spec: NamespaceSpec | None) -> None:
+    def _look(self, look: m.Look, namespace: Namespace | None) -> None:
         flags = b""
         try:
-            if spec is not None:
-                flags = self._moves.look(spec, look.group, look.hashes)
+            if namespace is not None:
+                flags = self._moves.look(namespace.spec, look.group, look.hashes)
         except Failed as error:
             self._failed(error)
         finally:
@@ -268,11 +259,13 @@ class TierProcess:
         if lost:
             namespace.settle(reservation.id, Outcome.FAILED, lost, region_id=region)
 
-    def _write_out(self, write: m.WriteOut, spec: NamespaceSpec | None, region: Region) -> None:
+    def _write_out(self, write: m.WriteOut, namespace: Namespace | None, region: Region) -> None:
         flags = b""
         try:
-            if spec is not None:
-                flags = self._moves.write_out(spec, write.group, write.hashes, write.slots, write.sums, region)
+            if namespace is not None:
+                flags = self._moves.write_out(
+                    namespace.spec, write.group, write.hashes, write.slots, write.sums, region
+                )
         except Failed as error:
             self._failed(error)
         except RegionError:

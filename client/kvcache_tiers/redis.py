@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from itertools import islice
 from typing import NamedTuple
 
-from kvcache_tiers.backend import MAX_HEADER, Failed, Value
+from kvcache_tiers.backend import MAX_HEADER, Backend, Failed, Value
 from kvcache_tiers.redis_link import MOVING, NO_ROOM, WRONG_TYPE, Command, Link, Replies, Take
 from kvcache_tiers.redis_settings import LEAST_VALUE, Settings, read_url
 
@@ -27,6 +27,7 @@ from kvcache_tiers.redis_settings import LEAST_VALUE, Settings, read_url
 REFUSED = (b"-NOPERM", b"-READONLY", b"-MISCONF", b"-NOREPLICAS")
 PLAIN_READS = 60.0  # seconds until a GETEX is tried again
 PARTS_AT_ONCE = 1024  # that one exchange reads
+PARTS_REMOVED, MOST_PARTS = 16, 1 << 20  # parts of each value that one exchange removes, and of any value
 
 _START = struct.Struct("<4sHIQ")  # of each part: magic, length of the header, parts, bytes of data in all of them
 _MAGIC = b"kvr\1"
@@ -49,7 +50,7 @@ class _First(NamedTuple):
         return self.start[_START.size :]
 
 
-class RedisTier:
+class RedisTier(Backend):
     """Counters: `counts`, by name."""
 
     batch_bytes = 8 << 20
@@ -96,29 +97,24 @@ class RedisTier:
             firsts[number] = self._take_first(replies, views[number])
 
         self._read([self._name(key) for key in keys], take)
-        for number in self._get_rest(keys, firsts, views):
-            self.counts["lost_parts"] += 1
-            first, firsts[number] = firsts[number], None
-            if first is not None:  # else `contains` would find it, and no tier would put it again
-                try:
-                    self._unlink([(keys[number], first.parts)])
-                except Failed:
-                    self.counts["parts_left"] += 1
-        return [first and first.header for first in firsts]
+        missing = self._get_rest(keys, firsts, views)
+        if missing:
+            self.counts["lost_parts"] += len(missing)
+            try:  # else `contains` would find them, and no tier would put them again
+                self.remove([keys[number] for number in missing])
+            except Failed:
+                self.counts["parts_left"] += len(missing)
+        return [first.header if first and at not in missing else None for at, first in enumerate(firsts)]
 
     def remove(self, keys: Sequence[bytes]) -> None:
-        parts = [1] * len(keys)
-
-        def take(number: int, replies: Replies) -> None:
-            start = replies.read(_START.size)
-            if len(start) == _START.size and start.startswith(_MAGIC):
-                parts[number] = _START.unpack(start)[2]
-
-        self._run([(b"GETRANGE", self._name(key), b"0", b"%d" % (_START.size - 1)) for key in keys], take)
-        self._unlink(list(zip(keys, parts, strict=True)))
-
-    def lost(self) -> str:
-        return ""
+        """Remove all parts, the first one first: a value that is not whole should not seem to exist."""
+        self._run([(b"UNLINK", self._name(key)) for key in keys])
+        for begin in range(1, MOST_PARTS, PARTS_REMOVED):
+            parts = [(key, self._name(key, part)) for key in keys for part in range(begin, begin + PARTS_REMOVED)]
+            lines = self._run([(b"UNLINK", name) for _, name in parts])
+            keys = list({key for (key, _), line in zip(parts, lines, strict=True) if line == b":1"})
+            if not keys:
+                return
 
     def close(self) -> None:
         self._link.close()
@@ -188,20 +184,6 @@ class RedisTier:
             (b"SET", self._name(key, part), [start, data[part * size : (part + 1) * size]], *self._expiry)
             for part in reversed(range(parts))
         ]
-
-    def _unlink(self, values: Sequence[tuple[bytes, int]]) -> None:
-        """Remove values, by their keys and the numbers of their parts, which are trusted as long as parts exist.
-
-        The first part is removed first: a value that is not whole should not seem to exist.
-        """
-        begin, step = 0, 16
-        while values:
-            owners = [at for at, (_, parts) in enumerate(values) for _ in range(begin, min(parts, begin + step))]
-            names = [self._name(key, part) for key, parts in values for part in range(begin, min(parts, begin + step))]
-            lines = self._run([(b"UNLINK", name) for name in names])
-            there = {owner for owner, line in zip(owners, lines, strict=True) if line == b":1"}
-            begin += step
-            values = [each for at, each in enumerate(values) if at in there and each[1] > begin]
 
     def _name(self, key: bytes, part: int = 0) -> bytes:
         return b"%b{%b}" % (self._prefix, key.hex().encode()) + (b".%d" % part if part else b"")

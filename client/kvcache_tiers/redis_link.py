@@ -8,6 +8,7 @@ interpreter's lock.
 from __future__ import annotations
 
 import functools
+import io
 import re
 import socket
 import time
@@ -77,11 +78,7 @@ class Replies:
     def __init__(self, source: socket.socket, timeout: float) -> None:
         """All replies together may take STALLS * `timeout` seconds, and one more for each SLOWEST bytes."""
         self.left = 0
-        self._until = time.monotonic() + STALLS * timeout
-        self._socket = source
-        self._held = bytearray(AHEAD)
-        self._view = memoryview(self._held)
-        self._begin = self._end = 0  # of the held bytes
+        self._file = io.BufferedReader(_Timed(source, timeout), AHEAD)
         self._has_data = False
 
     def next(self) -> bytes:
@@ -100,19 +97,13 @@ class Replies:
 
     def read(self, size: int) -> bytes:
         """Return the next bytes of the reply's data, `size` of them, or all that are left."""
-        data = bytearray(min(size, self.left))
-        self.read_into(memoryview(data))
-        return bytes(data)
+        data = self._file.read(min(size, self.left))
+        self.left -= len(data)
+        return data
 
     def read_into(self, buffer: memoryview) -> None:
         """Fill a buffer that is not longer than the data left."""
-        size = len(buffer)
-        self.left -= size
-        done = min(self._end - self._begin, size)
-        buffer[:done] = self._view[self._begin : self._begin + done]
-        self._begin += done
-        while done < size:
-            done += self._receive(buffer[done:])
+        self.left -= self._file.readinto(buffer)
 
     def finish(self) -> None:
         """Skip the data that was not read."""
@@ -124,18 +115,22 @@ class Replies:
                 raise _no_reply(line)
 
     def _line(self) -> bytes:
-        line = bytearray()
-        while not line.endswith(b"\r\n"):
-            if len(line) > MOST_LINE:
-                raise _no_reply(bytes(line))
-            if self._begin == self._end:
-                self._begin, self._end = 0, self._receive(self._view)
-            end = self._held.find(b"\n", self._begin, self._end) + 1 or self._end
-            line += self._held[self._begin : end]
-            self._begin = end
-        return bytes(line[:-2])
+        line = self._file.readline(MOST_LINE)
+        if not line.endswith(b"\r\n"):
+            raise _no_reply(line)
+        return line[:-2]
 
-    def _receive(self, buffer: memoryview) -> int:
+
+class _Timed(io.RawIOBase):
+    """A socket to read from, which may not be slower than Replies allows."""
+
+    def __init__(self, source: socket.socket, timeout: float) -> None:
+        self._socket, self._until = source, time.monotonic() + STALLS * timeout
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
         size = self._socket.recv_into(buffer)
         if not size:
             raise ConnectionResetError("the server closed the connection")
@@ -219,7 +214,9 @@ class Link:
         try:
             for _ in range(2):  # again if a node of a cluster had to give away slots
                 if todo and self._outdated:
-                    self._learn_slots()
+                    self._outdated = False
+                    if self._cluster is not None:
+                        self._cluster.nodes_manager.initialize()
                 for pool, numbers in self._by_pool(commands, todo):
                     self._exchange(pool, commands, numbers, lines, take)
                 todo = [number for number in todo if lines[number].startswith(b"-MOVED")]
@@ -273,11 +270,6 @@ class Link:
             node = self._cluster.get_node_from_key(commands[number][1])
             found.setdefault(self._cluster.get_redis_connection(node).connection_pool, []).append(number)
         return list(found.items())
-
-    def _learn_slots(self) -> None:
-        self._outdated = False
-        if self._cluster is not None:
-            self._cluster.nodes_manager.initialize()
 
     def _exchange(
         self, pool: Any, commands: Sequence[Command], numbers: list[int], lines: list[bytes], take: Take | None

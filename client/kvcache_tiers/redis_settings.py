@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
 from urllib.parse import SplitResult, unquote
 
 from kvcache_proto.errors import ConfigError
 from kvcache_proto.sizes import format_size, parse_size
-from kvcache_tiers.urls import options, split_url
+from kvcache_tiers.urls import options, seconds, shown, split_url
 
 PASSWORD = "KVCACHE_REDIS_PASSWORD"  # environment variables, for values that should not be in a process list
 SENTINEL_PASSWORD = "KVCACHE_REDIS_SENTINEL_PASSWORD"
@@ -20,7 +18,7 @@ SENTINEL_PASSWORD = "KVCACHE_REDIS_SENTINEL_PASSWORD"
 FORMS = "redis://[user[:password]@]host[:port][,host...][/database], rediss:// for TLS, unix:///path/to/socket"
 LEAST_VALUE, MOST_VALUE = 1 << 10, 256 << 20  # bytes; by default, servers refuse more than 512 MiB
 _HOST = re.compile(r"(\[[0-9A-Fa-f:.%]+\]|[A-Za-z0-9._-]+)(?::([0-9]{1,5}))?")
-_Number = TypeVar("_Number", int, float)
+_FILES = ("ca", "cert", "key")  # for TLS
 
 
 @dataclass(frozen=True)
@@ -76,51 +74,43 @@ def read_url(url: str) -> Settings:
     if on_socket and (where or not split.path.strip("/")):
         raise ConfigError(f"the URL of a unix tier names no socket; the forms are {FORMS}")
     hosts = () if on_socket else tuple(_host(each, split) for each in where.split(","))
-    shown = Settings(hosts, unquote(split.path) if on_socket else "", tls=split.scheme == "rediss").name
-
-    given = options(
-        SplitResult(split.scheme, where, split.path, split.query, ""),
-        *("db", "cluster", "sentinel", "ca", "cert", "key", "ttl", "max_value", "timeout", "prefix"),
-    )
+    given = options(split, "db", "cluster", "sentinel", *_FILES, "ttl", "max_value", "timeout", "prefix")
     tls, cluster, sentinel = split.scheme == "rediss", given.get("cluster", "off"), given.get("sentinel", "")
-    if cluster not in ("on", "off"):
-        raise ConfigError(f"{shown}: cluster is on or off")
-    if on_socket and (sentinel or cluster == "on"):
-        raise ConfigError(f"{shown}: sentinels and clusters are reached by hosts, not by a socket")
-    if sentinel and cluster == "on":
-        raise ConfigError(f"{shown}: a cluster has no sentinels")
-    if len(hosts) > 1 and not (sentinel or cluster == "on"):
-        raise ConfigError(f"{shown}: several hosts need ?cluster=on or ?sentinel=NAME")
-    if "db" in given and not on_socket:
-        raise ConfigError(f"{shown}: the database stands after the host, as in redis://host/1")
-    database = _number(shown, "database", given.get("db", "") if on_socket else split.path.strip("/"), int, 0, 0)
-    if database and cluster == "on":
-        raise ConfigError(f"{shown}: a cluster has no databases")
-    files = [given.get(each, "") for each in ("ca", "cert", "key")]
-    for each in filter(None, files):
-        if not tls:
-            raise ConfigError(f"{shown}: ca, cert and key are for rediss://")
-        if not Path(each).is_file():
-            raise ConfigError(f"{shown}: there is no file {each}")
+    database = (given.get("db") if on_socket else split.path.strip("/")) or "0"
+    files = {each: given.get(each, "") for each in _FILES}
+    lacking = [each for each in files.values() if each and not Path(each).is_file()]
     max_value = parse_size(given["max_value"]) if "max_value" in given else Settings.max_value
-    if not LEAST_VALUE <= max_value <= MOST_VALUE:
-        raise ConfigError(f"{shown}: max_value is {format_size(LEAST_VALUE)} to {format_size(MOST_VALUE)}")
+    for is_wrong, why in (
+        (cluster not in ("on", "off"), "cluster is on or off"),
+        (on_socket and (sentinel or cluster == "on"), "sentinels and clusters are reached by hosts, not by a socket"),
+        (sentinel and cluster == "on", "a cluster has no sentinels"),
+        (len(hosts) > 1 and not sentinel and cluster != "on", "several hosts need ?cluster=on or ?sentinel=NAME"),
+        ("db" in given and not on_socket, "the database stands after the host, as in redis://host/1"),
+        (not re.fullmatch("[0-9]{1,9}", database), "the database is a number"),
+        (database.strip("0") and cluster == "on", "a cluster has no databases"),
+        (any(files.values()) and not tls, "ca, cert and key are for rediss://"),
+        (lacking, f"there is no file {', '.join(lacking)}"),
+        (
+            not LEAST_VALUE <= max_value <= MOST_VALUE,
+            f"max_value is {format_size(LEAST_VALUE)} to {format_size(MOST_VALUE)}",
+        ),
+    ):
+        if is_wrong:
+            raise ConfigError(f"{shown(split)}: {why}")
     return Settings(
         hosts=hosts,
         path=unquote(split.path) if on_socket else "",
-        database=database,
+        database=int(database),
         user=unquote(user),
         password=unquote(password) or os.environ.get(PASSWORD, ""),
         sentinel_password=os.environ.get(SENTINEL_PASSWORD, ""),
         tls=tls,
-        ca=files[0],
-        cert=files[1],
-        key=files[2],
+        **files,
         cluster=cluster == "on",
         sentinel=sentinel,
-        ttl=_number(shown, "ttl", given.get("ttl", ""), int, Settings.ttl, 0),
+        ttl=seconds(split, "ttl", given.get("ttl") or str(Settings.ttl), int, 0, 10**9),
         max_value=max_value,
-        timeout=_number(shown, "timeout", given.get("timeout", ""), float, Settings.timeout, 0.01),
+        timeout=seconds(split, "timeout", given.get("timeout") or str(Settings.timeout), float, 0.01, 1e9),
         prefix=given.get("prefix", Settings.prefix),
     )
 
@@ -131,15 +121,3 @@ def _host(text: str, split: SplitResult) -> tuple[str, int]:
     if match is None or not 0 < port < 65536:  # it may be a part of a password
         raise ConfigError(f"the URL of a {split.scheme} tier names no host; the forms are {FORMS}")
     return match[1].strip("[]"), port
-
-
-def _number(
-    shown: str, name: str, text: str, kind: Callable[[str], _Number], default: _Number, least: _Number
-) -> _Number:
-    try:
-        number = kind(text) if text else default
-    except ValueError:
-        number = least - 1
-    if not least <= number <= 10**9:  # not a number, either
-        raise ConfigError(f"{shown}: {name} is a number of at least {least}")
-    return number

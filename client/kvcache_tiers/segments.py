@@ -71,7 +71,7 @@ class Segment:
     """
 
     def __init__(self, folder: Folder, number: int, most: int) -> None:
-        """Open the files, of at most `most` bytes. Raises _Broken if they are not whole, NotPermitted, OSError."""
+        """Open the files, of at most `most` bytes. Raises NotPermitted, OSError; EIO also if they are not whole."""
         self.number, self._folder = number, folder
         self.used = 0
         self.pins: dict[int, int] = {}
@@ -85,11 +85,10 @@ class Segment:
             self._index = folder.open(index, os.O_RDWR)
             undo.callback(os.close, self._index)
             self.kind, self.records = self._read_head()
-            if self.size > most:
-                raise _Broken
-            self._entries = bytearray(self.records * self.kind.entry)
-            if os.preadv(self._index, [self._entries], PAGE) != len(self._entries):
-                raise _Broken
+            _require(self.size <= most)
+            self._entry_bytes = self.kind.entry
+            self._entries = bytearray(self.records * self._entry_bytes)
+            _require(os.preadv(self._index, [self._entries], PAGE) == len(self._entries))
             self.heat = bytearray(self.records)
             try:
                 self.direct_file = folder.open(data, os.O_RDWR | os.O_DIRECT)
@@ -102,17 +101,13 @@ class Segment:
         """Return the index's kind and number of records, checked against the files' lengths before memory is
         allocated."""
         head = os.pread(self._index, _HEAD.size, 0)
-        if len(head) < _HEAD.size:
-            raise _Broken
+        _require(len(head) == _HEAD.size)
         magic, key, header, data, records, crc = _HEAD.unpack(head)
         kind = Kind(key, header, data)
-        whole = magic.rstrip(b"\0") == _MAGIC and crc == zlib.crc32(head[: -_ENTRY.size])
-        if not (whole and kind.plausible(records)):
-            raise _Broken
-        if os.fstat(self.file).st_size < records * kind.stride:
-            raise _Broken
-        if os.fstat(self._index).st_size < PAGE + records * kind.entry:
-            raise _Broken
+        _require(magic.rstrip(b"\0") == _MAGIC and crc == zlib.crc32(head[: -_ENTRY.size]))
+        _require(kind.plausible(records))
+        _require(os.fstat(self.file).st_size >= records * kind.stride)
+        _require(os.fstat(self._index).st_size >= PAGE + records * kind.entry)
         return kind, records
 
     @property
@@ -149,8 +144,6 @@ class Segment:
             folder.check(name)  # both, before either may be removed
         try:
             return cls(folder, number, most)
-        except _Broken:
-            return None
         except OSError as error:
             if error.errno in (errno.ENOENT, errno.EIO):
                 return None
@@ -158,23 +151,21 @@ class Segment:
 
     def entries(self) -> Iterator[tuple[int, bytes]]:
         """Yield the records that have a value, and its key."""
-        kind, view = self.kind, self._entries
-        length = kind.key + kind.header
         for record in range(self.records):
-            at = record * kind.entry
-            (crc,) = _ENTRY.unpack_from(view, at)
-            if crc:
-                text = bytes(view[at + _ENTRY.size : at + _ENTRY.size + length])
-                if crc == (zlib.crc32(text) or 1):
-                    yield record, text[: kind.key]
+            (crc,) = _ENTRY.unpack_from(self._entries, record * self._entry_bytes)
+            if crc and crc == (zlib.crc32(text := self._text(record)) or 1):
+                yield record, text[: self.kind.key]
 
     def header(self, record: int) -> bytes:
-        at = record * self.kind.entry + _ENTRY.size + self.kind.key
-        return bytes(self._entries[at : at + self.kind.header])
+        return self._text(record)[self.kind.key :]
 
     def key(self, record: int) -> bytes:
-        at = record * self.kind.entry + _ENTRY.size
-        return bytes(self._entries[at : at + self.kind.key])
+        return self._text(record)[: self.kind.key]
+
+    def _text(self, record: int) -> bytes:
+        """Return the key and the header in an entry."""
+        at = record * self._entry_bytes + _ENTRY.size
+        return bytes(self._entries[at : at + self.kind.key + self.kind.header])
 
     def enter(self, record: int, key: bytes, header: bytes) -> None:
         """Mark a record as having a value, whose data has been written. Raises OSError."""
@@ -186,7 +177,7 @@ class Segment:
         self._write(record, _ENTRY.pack(0))
 
     def _write(self, record: int, entry: bytes) -> None:
-        at = record * self.kind.entry
+        at = record * self._entry_bytes
         self._entries[at : at + len(entry)] = entry
         if os.pwrite(self._index, entry, PAGE + at) != len(entry):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -208,8 +199,10 @@ class Segment:
             self._folder.remove(name)
 
 
-class _Broken(Exception):
-    """The files of a segment are not whole, or no tier has written them."""
+def _require(whole: bool) -> None:
+    """Raise OSError if the files of a segment are not whole, or no tier has written them."""
+    if not whole:
+        raise OSError(errno.EIO, "the files of a segment are not whole")
 
 
 def numbers(folder: Folder) -> list[int]:

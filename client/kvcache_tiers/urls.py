@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-import math
+import contextlib
+from collections.abc import Callable
+from typing import TypeVar
 from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
 from kvcache_proto.errors import ConfigError
+
+N = TypeVar("N", int, float)
 
 
 def split_url(url: str) -> SplitResult:
@@ -33,12 +37,9 @@ def options(url: SplitResult, *known: str) -> dict[str, str]:
     return given
 
 
-def seconds(url: SplitResult, name: str, text: str, least: float, most: float) -> float:
-    """Return option `name`. Raises ConfigError unless `text` is a number within the bounds."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not least <= value <= most:
-        raise ConfigError(f"{shown(url)}: {name} is a number of seconds from {least:g} to {most:g}")
-    return value
+def seconds(url: SplitResult, name: str, text: str, kind: Callable[[str], N], least: N, most: N) -> N:
+    """Return `text`, the value of option `name`, as an int or a float. Raises ConfigError if it is out of bounds."""
+    with contextlib.suppress(ValueError):
+        if least <= (value := kind(text)) <= most:
+            return value
+    raise ConfigError(f"{shown(url)}: {name} is a number of seconds from {least:,} to {most:,}")

@@ -30,8 +30,7 @@ from kvcache_client import GroupSpec, NamespaceSpec, Session  # noqa: E402
 from kvcache_proto.errors import ConfigError, NotPermitted  # noqa: E402
 from kvcache_proto.types import unpack_refs  # noqa: E402
 from kvcache_tiers.backend import Backend, Failed  # noqa: E402
-from kvcache_tiers.moves import Moves  # noqa: E402
-from kvcache_tiers.pause import Pause  # noqa: E402
+from kvcache_tiers.moves import Moves, Pause  # noqa: E402
 from kvcache_tiers.records import key_prefix  # noqa: E402
 
 SPECS = [NamespaceSpec(f"of {shards}", [GroupSpec(16, shards)]) for shards in ((12 << 10, 4 << 10), (5000,))]

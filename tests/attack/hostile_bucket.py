@@ -28,7 +28,7 @@ sys.path += [each for each in (str(TESTS / "tiers"),) if each not in sys.path]
 
 from s3_server import S3Server, find_weed
 
-from kvcache_tiers import objects, packs, pause
+from kvcache_tiers import moves, objects, packs
 from kvcache_tiers.objects import ObjectTier
 from kvcache_tiers.records import make_header
 
@@ -433,7 +433,7 @@ def attack(tier: Tier, server: S3Server, proxy: RemoteProxy, seed: int, numbers:
 
 
 def main() -> None:
-    pause.RETRY = pause.MOST_RETRY = 0.001
+    moves.RETRY = moves.MOST_RETRY = 0.001
     objects.MOST_PACKS, objects.LONGEST_LISTING = 20_000, 2.0
     seed, numbers = arguments(300)
     weed = find_weed()

@@ -18,7 +18,7 @@ from pathlib import Path
 import xxhash
 from hostile import Draw, Meter, Tier, a_tier, arguments, limit_memory
 
-from kvcache_tiers import pause, records
+from kvcache_tiers import moves, records
 from kvcache_tiers.backend import MAX_HEADER, MAX_KEY
 from kvcache_tiers.disk import DiskTier
 from kvcache_tiers.segments import _ENTRY, _HEAD, _MAGIC, MOST_BYTES, PAGE, Kind
@@ -235,7 +235,7 @@ def attack(tier: Tier, folder: Path, seed: int, numbers: range) -> str:
 
 
 def main() -> None:
-    pause.RETRY = pause.MOST_RETRY = 0.001
+    moves.RETRY = moves.MOST_RETRY = 0.001
     seed, numbers = arguments(300)
     with a_tier() as (tier, folder):
         print(attack(tier, folder, seed, numbers))

@@ -134,10 +134,8 @@ class Store:
             return b":%d\r\n" % (rest[0] in self.values)
         elif name == b"UNLINK":
             return b":%d\r\n" % (self.values.pop(rest[0], None) is not None)
-        elif name in (b"GET", b"GETEX", b"GETRANGE"):
+        elif name in (b"GET", b"GETEX"):
             value = self.values.get(rest[0])
-            if name == b"GETRANGE":
-                value = (value or b"")[: int(rest[2]) + 1]
             return b"$-1\r\n" if value is None else bulk(value)
         return b"+OK\r\n"
 

@@ -81,7 +81,7 @@ def test_blocks_that_a_tier_did_not_have_are_not_asked_for_at_once_again(tier: T
     looking = Looking("engine", group, None, hashes, 100.0)
     assert tier.looks.ask(looking) and tier.knows(group, hashes[0], 100.0)
     tier.looks.sent[1] = tier.looks.waiting.popleft()
-    assert tier.found(1, b"\1\1\0\1", 100.0) == (looking, 2)
+    assert tier.found(1, b"\1\1\0\1", 100.0) is looking and looking.inquiry.found == 2
     assert tier.knows(group, hashes[0], 100.0) and tier.knows(group, hashes[2], 104.9)
     assert not tier.knows(group, hashes[2], 105.1) and not tier.knows(group, hashes[3], 100.0)
 
@@ -108,7 +108,7 @@ def test_a_tier_that_does_not_keep_up_is_not_asked_to_bring_more(tier: Tier, gro
     for turn in range(6):
         tier.looks.sent[turn] = looking = Looking("engine", group, None, names(most, f"{turn} "), 100.0)
         tier.looks.asked[looking.name] = looking
-        assert tier.found(turn, b"\1" * most, 100.0) == (looking, most)
+        assert tier.found(turn, b"\1" * most, 100.0) is looking and looking.inquiry.found == most
     assert len(tier.fetches.coming) == MOST_COMING == 4 * most
     assert tier.fetches.backlog == MOST_COMING * SIZE and tier.counts["blocks_not_brought"] == 2 * most
 

@@ -13,7 +13,7 @@ from obstore.store import S3Store
 from s3_server import SECRET, S3Server, find_weed, free_ports
 
 from kvcache_proto.errors import ConfigError
-from kvcache_tiers import objects
+from kvcache_tiers import objects, packs
 from kvcache_tiers.backend import Failed
 from kvcache_tiers.conformance import BackendSuite, Open, Region, key
 from kvcache_tiers.objects import ObjectTier
@@ -94,7 +94,7 @@ class TestObjects(BackendSuite):
     def test_a_batch_with_much_to_say_is_several(
         self, tier: ObjectTier, store: S3Store, opener: Callable[..., ObjectTier], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(objects, "MOST_HEAD", 500)  # bytes; the head of a value has 95
+        monkeypatch.setattr(packs, "MOST_HEAD", 500)  # bytes; the head of a value has 95
         assert self.put(tier, *range(12)) == [True] * 12
         assert len(names(store)) == 3
         with closing(opener(NEVER)) as other:

@@ -10,6 +10,7 @@ import msgspec
 from kvcache_proto.types import MAX_BLOCKS
 from kvcache_server.core.index import Group
 from kvcache_server.core.limits import LOOK
+from kvcache_server.tiering.inquiry import Inquiry
 from kvcache_server.tiering.looks import Looking, leading
 
 MOST_COMING = 1 << 16  # blocks to bring
@@ -18,20 +19,18 @@ FIRST_SECONDS = 0.05  # the measuring time that FIRST_RATE counts for
 RATE_SECONDS = 0.5  # the rate is the average over the last RATE_SECONDS of bringing, or half of that
 
 
-class Fetch:
+class Fetch(msgspec.Struct, gc=False, eq=False):
     """Blocks of a chain that a tier has and brings into the region, in parts.
 
-    `due` is when the last one is expected.
+    `due` is when the last one is expected. `sent` hashes are already in parts.
     """
 
-    __slots__ = ("due", "engine", "group", "hashes", "inquiry", "parent", "sent")
-
-    def __init__(self, looking: Looking, hashes: list[bytes], now: float, seconds: float) -> None:
-        """It is expected to take `seconds`."""
-        self.engine, self.group, self.parent = looking.engine, looking.group, looking.parent
-        self.hashes, self.inquiry = hashes, looking.inquiry
-        self.due = now + seconds
-        self.sent = 0  # hashes already in parts
+    group: Group
+    parent: bytes | None
+    hashes: list[bytes]
+    inquiry: Inquiry
+    due: float
+    sent: int = 0
 
 
 class Part(msgspec.Struct, gc=False):
@@ -90,7 +89,8 @@ class Fetches:
             looking.inquiry.lost += len(hashes)
             return None
         self.backlog += len(hashes) * looking.group.allocated_bytes
-        fetch = Fetch(looking, hashes, now, self.backlog / self.rate)
+        due = now + self.backlog / self.rate
+        fetch = Fetch(looking.group, looking.parent, hashes, looking.inquiry, due)
         for name in hashes:
             self.coming.setdefault(name + looking.group.tag, fetch)  # an earlier fetch comes first
         self._queues.setdefault(looking.engine, deque()).append(fetch)

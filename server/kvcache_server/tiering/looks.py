@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Sequence
 from itertools import islice
 
 import msgspec
@@ -91,28 +90,19 @@ class Looks:
         asked = self.asked.get(tagged)
         return eta((now if asked is None else asked.at) + 2 * self.latency, now)
 
-    def ask(self, looking: Looking) -> bool:
+    def ask(self, *questions: Looking) -> bool:
         """Ask for blocks about which the tier was not asked yet; return False if too many questions are open."""
-        blocks = len(looking.hashes)
-        if len(self) >= MOST_LOOKS or self._blocks + blocks > MOST_LOOKED_UP:
+        blocks = sum(len(each.hashes) for each in questions)
+        if len(self) + len(questions) > MOST_LOOKS or self._blocks + blocks > MOST_LOOKED_UP:
             self._counts["looks_dropped"] += 1
             return False
         self._blocks += blocks
-        self.waiting.append(looking)
-        self.asked[looking.name] = looking
-        looking.inquiry.tier, looking.inquiry.asked = self._tier, blocks
-        self._counts["looks"] += 1
+        self._counts["looks"] += len(questions)
+        self.waiting += questions
+        for looking in questions:
+            self.asked[looking.name] = looking
+            looking.inquiry.tier, looking.inquiry.asked = self._tier, len(looking.hashes)
         return True
-
-    def ask_jointly(self, joint: Joint, engine: str, parts: Sequence[tuple[Group, list[bytes]]], now: float) -> None:
-        """Ask for the blocks that a lookup in a namespace with tails needs and each group lacks."""
-        blocks = sum(len(hashes) for _, hashes in parts)
-        if len(self) + len(parts) > MOST_LOOKS or self._blocks + blocks > MOST_LOOKED_UP:
-            self._counts["looks_dropped"] += 1
-            return
-        joint.left = len(parts)
-        for group, hashes in parts:
-            self.ask(Looking(engine, group, None, hashes, now, joint=joint))
 
     def forget(self, looking: Looking) -> None:
         """Note that a question, no longer waiting, has an answer or needs none."""
@@ -122,9 +112,9 @@ class Looks:
         if looking.joint is None or not looking.joint.left:
             del self.asked[looking.name]
 
-    def answer(self, number: int, flags: bytes, now: float) -> tuple[Looking, int] | None:
-        """Take an answer. Return the question, and the number of blocks before the first missing one; 0 if it is part
-        of a joint one, and None for an unknown number."""
+    def answer(self, number: int, flags: bytes, now: float) -> Looking | None:
+        """Enter an answer into the question's inquiry or joint question. Return the question; None for an unknown
+        number."""
         looking = self.sent.pop(number, None)
         if looking is None:
             return None
@@ -136,12 +126,13 @@ class Looks:
             there = {name + group.tag for name, flag in zip(hashes, flags, strict=False) if flag}
             self._counts["blocks_found"] += len(there)
             joint.found |= there
-            return looking, 0
+            return looking
         blocks = leading(flags, len(hashes))
         self._counts["blocks_found"] += blocks
         if blocks < len(hashes):
             self.lacks(hashes[blocks] + group.tag, now)
-        return looking, blocks
+        looking.inquiry.answered, looking.inquiry.found, looking.inquiry.at = True, blocks, now
+        return looking
 
     def lacks(self, tagged: bytes, now: float) -> None:
         """Do not ask for this block for a while."""

@@ -44,6 +44,10 @@ class Tier:
         return not self.off and self.session.connected
 
     @property
+    def off_because(self) -> str:
+        return "" if self.on else self.off or "disconnected"
+
+    @property
     def works(self) -> bool:
         """Whether it has jobs whose end it has not reported."""
         return bool(self.looks.sent or self.fetches.parts or self.writes.writing)
@@ -58,20 +62,17 @@ class Tier:
         tagged = name + group.tag
         return tagged in self.fetches.coming or tagged in self.looks.asked or self.looks.is_absent(tagged, now)
 
-    def found(self, number: int, flags: bytes, now: float) -> tuple[Looking, int] | None:
-        """Take the answer to a question: fetch the blocks before the first that is not there.
+    def found(self, number: int, flags: bytes, now: float) -> Looking | None:
+        """Take the answer to a question, and fetch the blocks before the first that is not there, unless it is joint.
 
-        Return the question and the number of these blocks; None for an unknown number.
+        Return the question; None for an unknown number.
         """
-        answer = self.looks.answer(number, flags, now)
-        if answer is None or answer[0].joint is not None:
-            return answer
-        looking, blocks = answer
-        inquiry = looking.inquiry
-        inquiry.answered, inquiry.found, inquiry.at, inquiry.writes_off = True, blocks, now, self.writes_off
-        if blocks:
-            self.fetches.fetch(looking, looking.hashes[:blocks], now)
-        return answer
+        looking = self.looks.answer(number, flags, now)
+        if looking is not None and looking.joint is None:
+            looking.inquiry.writes_off = self.writes_off
+            if looking.inquiry.found:
+                self.fetches.fetch(looking, looking.hashes[: looking.inquiry.found], now)
+        return looking
 
     def turn_off(self, why: str) -> list[int]:
         """Drop all its jobs. Return its leases, which the caller ends."""
@@ -84,7 +85,7 @@ class Tier:
         """Return figures for `status`."""
         return status.Tier(
             name=self.name,
-            off=self.off or ("" if self.session.connected else "disconnected"),
+            off=self.off_because,
             writes_off=self.writes_off,
             removals_off=self.removals_off,
             writes=self.policy,

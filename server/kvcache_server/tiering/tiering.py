@@ -73,141 +73,9 @@ class Tiering:
             return 0, 0
         if chain:
             self._found_again(chain)
-        hits = len(chain)
+        hits, begin = len(chain), len(chain) + pending
         if hits == len(hashes):
             return 0, 0
-        return self._missed(session, group, hashes, hits, hits + pending, now)
-
-    def looked_up_with_tails(
-        self,
-        session: Session,
-        group: Group,
-        request: m.Acquire,
-        hits: int,
-        chain: Sequence[Block],
-        tails: Sequence[Block],
-        now: float,
-    ) -> tuple[int, int]:
-        """The same in a namespace with tails; an engine also needs their blocks `tails` to continue after `hits`
-        blocks."""
-        if session.id in self._tiers:
-            return 0, 0
-        if chain:
-            self._found_again(chain)
-        for tier in self._tiers.values():
-            if tier.on and tier.policy != m.AHEAD:
-                _store(tier, [block for block in tails if not tier.writes.has(block)])
-        hashes = request.hashes[: _longest(group)]
-        if hits >= len(hashes):
-            return 0, 0
-        end, fetches = self._on_their_way(group, hashes, hits, request.start)
-        if fetches:
-            return end - hits, _milliseconds(eta(max(fetch.due for _, fetch in fetches), now))
-        name, wait = hashes[-1] + group.tag, self._starts_in(now)
-        for tier in self._tiers.values():
-            if not tier.on:
-                continue
-            if (
-                name not in tier.looks.asked
-                and not tier.looks.is_absent(name, now)
-                and not self._ask_jointly(tier, session.engine.name, group, hashes, request.start, now)
-            ):
-                break  # other clients are writing all missing blocks
-            if (answer := tier.looks.answers_in(name, now)) is not None:
-                wait = answer
-                break  # the next tier is asked for blocks that this one lacks
-        return 0, _milliseconds(wait)
-
-    def _on_their_way(
-        self, group: Group, hashes: Sequence[bytes], hits: int, start: int
-    ) -> tuple[int, list[tuple[Tier, Fetch]]]:
-        """Return the number of blocks after which an engine can continue once tiers have brought all that is coming,
-        and the fetches of the blocks for that; no fetches if the number would not exceed `hits`.
-
-        The engine has the first `start` blocks itself.
-        """
-        bringing = [tier for tier in self._tiers.values() if tier.on and tier.fetches.coming]
-        if not bringing:
-            return hits, []
-
-        soon = partial(_here_or_coming, [tier.fetches.coming for tier in bringing])
-        end = len(hashes)
-        if group is not group.tails[0]:
-            here = soon(group)
-            end = next((at for at in range(hits, end) if not here(hashes[at])), end) - group.spec.followed
-        if end > hits:
-            end = last_end([(tail.spec, soon(tail)) for tail in group.tails], hashes, end, start)
-        if end <= hits:
-            return hits, []
-        needed = [(tail, hashes[max(start, end - tail.spec.needed(end)) : end]) for tail in group.tails]
-        if group is not group.tails[0]:
-            needed.append((group, hashes[hits : end + group.spec.followed]))
-        found = {}
-        for each, names in needed:
-            for name in names:
-                for tier in bringing:
-                    if (fetch := tier.fetches.coming.get(name + each.tag)) is not None:
-                        found[id(fetch)] = tier, fetch
-        return end, list(found.values())
-
-    @staticmethod
-    def _ask_jointly(tier: Tier, engine: str, group: Group, hashes: list[bytes], start: int, now: float) -> bool:
-        """Ask a tier for the blocks of all groups that are not cached; return whether any are missing."""
-        parts = []
-        if group is not group.tails[0]:
-            cached = len(group.prefix(hashes))
-            parts.append((group, hashes[cached + group.pending_after(hashes, cached) :]))
-        for tail in group.tails:
-            parts.append((tail, [name for name in hashes[start:] if not tail.has_soon(name)]))
-        if parts := [part for part in parts if part[1]]:
-            tier.looks.ask_jointly(Joint(hashes[-1] + group.tag, group, hashes, start, set()), engine, parts, now)
-        return bool(parts)
-
-    def _found_jointly(self, tier: Tier, joint: Joint, engine: str, now: float) -> None:
-        """Bring the blocks that an engine needs to continue as far as possible, and ask the next tier for more."""
-        group, hashes = joint.group, joint.hashes
-        if self._namespace(group) is None:
-            return
-        tails, most, cached = group.tails, len(hashes), 0
-        if group is not tails[0]:
-            cached = len(group.prefix(hashes))
-            cached += group.pending_after(hashes, cached)
-            most = cached
-            while most < len(hashes) and hashes[most] + group.tag in joint.found:
-                most += 1
-            most -= group.spec.followed
-        has = [(tail.spec, partial(_has_or_gets, tail, joint.found)) for tail in tails]
-        end = last_end(has, hashes, most, joint.start) if most > joint.start else 0
-        if end > joint.start:
-            if group is not tails[0] and cached < end + group.spec.followed:
-                parent = hashes[cached - 1] if cached else None
-                rest = hashes[cached : end + group.spec.followed]
-                tier.fetches.fetch(Looking(engine, group, parent, rest, now), rest, now)
-            for tail in tails:
-                wanted = hashes[max(joint.start, end - tail.spec.needed(end)) : end]
-                if wanted := [
-                    each for each in wanted if not (tail.has_soon(each) or each + tail.tag in tier.fetches.coming)
-                ]:
-                    tier.fetches.fetch(Looking(engine, tail, None, wanted, now), wanted, now)
-        if end < len(hashes):
-            tier.looks.lacks(joint.name, now)
-            if (other := self._next(tier, group, hashes[-1], now)) is not None:
-                self._ask_jointly(other, engine, group, hashes, joint.start, now)
-
-    def _next(self, tier: Tier, group: Group, name: bytes, now: float) -> Tier | None:
-        """Return the tier to ask for blocks that this one lacks."""
-        tiers = list(self._tiers.values())
-        after = tiers[tiers.index(tier) + 1 :]
-        return next((each for each in after if each.on and not each.knows(group, name, now)), None)
-
-    def _found_again(self, chain: Sequence[Block]) -> None:
-        for tier in self._tiers.values():
-            if tier.on and tier.policy != m.AHEAD and not tier.writes.has(chain[-1]):
-                _store_chain(tier, chain)
-
-    def _missed(
-        self, session: Session, group: Group, hashes: Sequence[bytes], hits: int, begin: int, now: float
-    ) -> tuple[int, int]:
         wait = self._starts_in(now) if begin < len(hashes) else 0.0
         for tier in self._tiers.values():
             if not tier.on:
@@ -227,6 +95,131 @@ class Tiering:
                 break  # the next tier is asked for blocks that this one lacks
         return 0, _milliseconds(wait)
 
+    def looked_up_with_tails(
+        self,
+        session: Session,
+        group: Group,
+        request: m.Acquire,
+        hits: int,
+        chain: Sequence[Block],
+        tails: Sequence[Block],
+        now: float,
+    ) -> tuple[int, int]:
+        """The same in a namespace with tails; an engine also needs their blocks `tails` to continue after `hits`
+        blocks."""
+        if session.id in self._tiers:
+            return 0, 0
+        if chain:
+            self._found_again(chain)
+        for tier in self._on():
+            if tier.policy != m.AHEAD:
+                _store(tier, tier.writes.lacking(tails))
+        hashes = request.hashes[: _longest(group)]
+        if hits >= len(hashes):
+            return 0, 0
+        end, fetches = self._on_their_way(group, hashes, hits, request.start)
+        if fetches:
+            return end - hits, _milliseconds(eta(max(fetch.due for _, fetch in fetches), now))
+        name, wait = hashes[-1] + group.tag, self._starts_in(now)
+        for tier in self._on():
+            if (
+                name not in tier.looks.asked
+                and not tier.looks.is_absent(name, now)
+                and not self._ask_jointly(tier, session.engine.name, group, hashes, request.start, now)
+            ):
+                break  # other clients are writing all missing blocks
+            if (answer := tier.looks.answers_in(name, now)) is not None:
+                wait = answer
+                break  # the next tier is asked for blocks that this one lacks
+        return 0, _milliseconds(wait)
+
+    def _on_their_way(
+        self, group: Group, hashes: Sequence[bytes], hits: int, start: int
+    ) -> tuple[int, list[tuple[Tier, Fetch]]]:
+        """Return the number of blocks after which an engine can continue once tiers have brought all that is coming,
+        and the fetches of the blocks for that; no fetches if the number would not exceed `hits`.
+
+        The engine has the first `start` blocks itself.
+        """
+        bringing = [tier for tier in self._on() if tier.fetches.coming]
+        if not bringing:
+            return hits, []
+        soon = partial(_here_or_coming, [tier.fetches.coming for tier in bringing])
+        end = len(hashes)
+        if group is not group.tails[0]:
+            here = soon(group)
+            end = next((at for at in range(hits, end) if not here(hashes[at])), end) - group.spec.followed
+        if end > hits:
+            end = last_end([(tail.spec, soon(tail)) for tail in group.tails], hashes, end, start)
+        if end <= hits:
+            return hits, []
+        needed = [(tail, hashes[max(start, end - tail.spec.needed(end)) : end]) for tail in group.tails]
+        if group is not group.tails[0]:
+            needed.append((group, hashes[hits : end + group.spec.followed]))
+        tagged = [name + each.tag for each, names in needed for name in names]
+        found = {id(fetch): (t, fetch) for t in bringing for name in tagged if (fetch := t.fetches.coming.get(name))}
+        return end, list(found.values())
+
+    @staticmethod
+    def _ask_jointly(tier: Tier, engine: str, group: Group, hashes: list[bytes], start: int, now: float) -> bool:
+        """Ask a tier for the blocks of all groups that are not cached; return whether any are missing."""
+        lacking = [(tail, [name for name in hashes[start:] if not tail.has_soon(name)]) for tail in group.tails]
+        if group is not group.tails[0]:
+            cached = len(group.prefix(hashes))
+            lacking.insert(0, (group, hashes[cached + group.pending_after(hashes, cached) :]))
+        joint = Joint(hashes[-1] + group.tag, group, hashes, start, set())
+        questions = [Looking(engine, each, None, names, now, joint=joint) for each, names in lacking if names]
+        joint.left = len(questions)
+        if questions:
+            tier.looks.ask(*questions)
+        return bool(questions)
+
+    def _found_jointly(self, tier: Tier, joint: Joint, engine: str, now: float) -> None:
+        """Bring the blocks that an engine needs to continue as far as possible, and ask the next tier for more."""
+        group, hashes = joint.group, joint.hashes
+        if self._namespace(group) is None:
+            return
+        tails, most, cached, coming = group.tails, len(hashes), 0, tier.fetches.coming
+        if group is not tails[0]:
+            cached = len(group.prefix(hashes))
+            cached += group.pending_after(hashes, cached)
+            most = cached
+            while most < len(hashes) and hashes[most] + group.tag in joint.found:
+                most += 1
+            most -= group.spec.followed
+        has = [(tail.spec, partial(_has_or_gets, tail, joint.found)) for tail in tails]
+        end = last_end(has, hashes, most, joint.start) if most > joint.start else 0
+        if end > joint.start:
+            if group is not tails[0] and cached < end + group.spec.followed:
+                parent = hashes[cached - 1] if cached else None
+                rest = hashes[cached : end + group.spec.followed]
+                tier.fetches.fetch(Looking(engine, group, parent, rest, now), rest, now)
+            for tail in tails:
+                needed = hashes[max(joint.start, end - tail.spec.needed(end)) : end]
+                wanted = [each for each in needed if not tail.has_soon(each) and each + tail.tag not in coming]
+                if wanted:
+                    tier.fetches.fetch(Looking(engine, tail, None, wanted, now), wanted, now)
+        if end < len(hashes):
+            tier.looks.lacks(joint.name, now)
+            if (other := self._next(tier, group, hashes[-1], now)) is not None:
+                self._ask_jointly(other, engine, group, hashes, joint.start, now)
+
+    def _next(self, tier: Tier, group: Group, name: bytes, now: float) -> Tier | None:
+        """Return the tier to ask for blocks that this one lacks."""
+        tiers = list(self._tiers.values())
+        after = tiers[tiers.index(tier) + 1 :]
+        return next((each for each in after if each.on and not each.knows(group, name, now)), None)
+
+    def _on(self) -> list[Tier]:
+        return [tier for tier in self._tiers.values() if tier.on]
+
+    def _found_again(self, chain: Sequence[Block]) -> None:
+        for tier in self._tiers.values():
+            if tier.on and tier.policy != m.AHEAD and not tier.writes.has(chain[-1]):
+                # The first blocks that it lacks: the rest is of no use without them.
+                begin = bisect_left(chain, True, key=lambda block: not tier.writes.has(block))
+                tier.writes.store(tier.writes.lacking(chain[begin : begin + LOOK]))
+
     def _starts_in(self, now: float) -> float:
         """Return the seconds until tiers that are starting may have some of the missing blocks; 0 if there are none."""
         return STARTING_ETA if self._starting and now < self._starting_until else 0.0
@@ -235,21 +228,20 @@ class Tiering:
         self, group: Group, hashes: Sequence[bytes], hits: int, pending: int, now: float, start: int = 0
     ) -> tuple[Said, ...]:
         """Return the reports of tiers about the blocks that a lookup has just missed. O(misses)."""
-        found = self._said(group, hashes, hits, pending, now, start)
-        if self._starts_in(now):
-            found += tuple(Said(name, "starting", hits, len(hashes) - hits) for name in sorted(self._starting))
-        return found
-
-    def _said(
-        self, group: Group, hashes: Sequence[bytes], hits: int, pending: int, now: float, start: int
-    ) -> tuple[Said, ...]:
         if group.tails:
-            return self._said_with_tails(group, hashes, hits, now, start)
+            found = self._said_with_tails(group, hashes, hits, now, start)
+        else:
+            found = self._said(group, hashes, hits, pending, now)
+        if self._starts_in(now):
+            found += [Said(name, "starting", hits, len(hashes) - hits) for name in sorted(self._starting)]
+        return tuple(found)
+
+    def _said(self, group: Group, hashes: Sequence[bytes], hits: int, pending: int, now: float) -> list[Said]:
         found: list[Said] = []
         begin = hits
         for tier in self._tiers.values():
             if not tier.on:
-                found.append(Said(tier.name, "off", begin, len(hashes) - begin, tier.off or "disconnected"))
+                found.append(Said(tier.name, "off", begin, len(hashes) - begin, tier.off_because))
                 continue
             fetch = tier.fetches.coming.get(hashes[begin] + group.tag)
             if fetch is not None:
@@ -272,21 +264,19 @@ class Tiering:
                 found.append(Said(tier.name, absent(tier.writes_off), begin, len(hashes) - begin, tier.writes_off))
             elif fetch is None:
                 found.append(Said(tier.name, "not_asked", begin, len(hashes) - begin))
-        return tuple(found)
+        return found
 
-    def _said_with_tails(
-        self, group: Group, hashes: Sequence[bytes], hits: int, now: float, start: int
-    ) -> tuple[Said, ...]:
+    def _said_with_tails(self, group: Group, hashes: Sequence[bytes], hits: int, now: float, start: int) -> list[Said]:
         """The same in a namespace with tails, in which a question is for all groups; later answers do not change it."""
         hashes = hashes[: _longest(group)]
         found: list[Said] = []
         if hits >= len(hashes):
-            return ()
+            return found
         name, missed = hashes[-1] + group.tag, len(hashes) - hits
         end, fetches = self._on_their_way(group, hashes, hits, start)
         for tier in self._tiers.values():
             if not tier.on:
-                found.append(Said(tier.name, "off", hits, missed, tier.off or "disconnected"))
+                found.append(Said(tier.name, "off", hits, missed, tier.off_because))
             elif any(each is tier for each, _ in fetches):
                 found.append(Said(tier.name, "coming", hits, end - hits))
             elif fetches:
@@ -298,23 +288,20 @@ class Tiering:
                 known = tier.looks.is_absent(name, now)
                 cause, said = (absent(tier.writes_off), tier.writes_off) if known else ("not_asked", "")
                 found.append(Said(tier.name, cause, hits, missed, said))
-        return tuple(found)
+        return found
 
     def follow(self, changes: Iterable[Change]) -> None:
         """Take up changes that the core has reported."""
         if not self._tiers:
             return
         for change in changes:
-            match change:
-                case Shown():
-                    self._stored(change.blocks)
-                case SessionGone() if change.session in self._tiers:
-                    tier = self._tiers.pop(change.session)
-                    self._turn_off(tier, "gone")
-                    self._cache.do_later(tier.writes.forget_marks)
-                    self._listen()
-                case _:
-                    pass
+            if isinstance(change, Shown):
+                self._stored(change.blocks)
+            elif isinstance(change, SessionGone) and change.session in self._tiers:
+                tier = self._tiers.pop(change.session)
+                self._turn_off(tier, "gone")
+                self._cache.do_later(tier.writes.forget_marks)
+                self._listen()
 
     def _stored(self, blocks: Sequence[Block]) -> None:
         for tier in self._tiers.values():
@@ -323,7 +310,7 @@ class Tiering:
                 if block.account.engine == name:
                     tier.writes.mark(block)
             if tier.policy != m.AHEAD and tier.on:
-                lacking = [block for block in blocks if not tier.writes.has(block) and block.parent is not None]
+                lacking = [block for block in tier.writes.lacking(blocks) if block.parent is not None]
                 if tier.policy == m.SECOND:  # computed again after eviction or refusal, or as most are
                     lacking = [each for each in lacking if each.tick & CLASS_MASK or self._likely(each.account)]
                 _store(tier, _with_ancestors(tier, lacking))
@@ -390,13 +377,13 @@ class Tiering:
         unknown = 0
         tier.heard_at = now
         for number, flags in request.found:
-            found = tier.found(number, flags, now)
-            if found is None:
+            looking = tier.found(number, flags, now)
+            if looking is None:
                 unknown += 1
-            elif (joint := found[0].joint) is None:
-                self._ask_next(tier, *found, now)
-            elif not joint.left:
-                self._found_jointly(tier, joint, found[0].engine, now)
+            elif looking.joint is None:
+                self._ask_next(tier, looking, now)
+            elif not looking.joint.left:
+                self._found_jointly(tier, looking.joint, looking.engine, now)
         for number, flags in request.brought:
             unknown += not tier.fetches.brought(number, flags, now)
         failed: list[Block] = []
@@ -413,13 +400,11 @@ class Tiering:
         if request.off:
             self._turn_off(tier, request.off)
 
-    def _ask_next(self, tier: Tier, looking: Looking, blocks: int, now: float) -> None:
+    def _ask_next(self, tier: Tier, looking: Looking, now: float) -> None:
         """Ask the next tier for the blocks that this one lacks."""
-        if blocks == len(looking.hashes):
-            return
-        rest = looking.hashes[blocks:]
-        parent = looking.hashes[blocks - 1] if blocks else looking.parent
-        if (other := self._next(tier, looking.group, rest[0], now)) is not None:
+        blocks = looking.inquiry.found
+        rest, parent = looking.hashes[blocks:], looking.hashes[blocks - 1] if blocks else looking.parent
+        if rest and (other := self._next(tier, looking.group, rest[0], now)) is not None:
             following = Looking(looking.engine, looking.group, parent, rest, now)
             if other.looks.ask(following):
                 looking.inquiry.then = following.inquiry
@@ -519,7 +504,7 @@ class Tiering:
 
     def hanging(self, now: float) -> list[str]:
         """Turn off connected tiers that no longer ask for work or finish any, and return their names."""
-        found = [tier for tier in self._tiers.values() if tier.on and now - tier.active_at > HANGING]
+        found = [tier for tier in self._on() if now - tier.active_at > HANGING]
         for tier in found:
             self._turn_off(tier, "hanging")
         return [tier.name for tier in found]
@@ -578,12 +563,6 @@ def _milliseconds(seconds: float) -> int:
 
 def _has_or_gets(group: Group, found: set[bytes], name: bytes) -> bool:
     return name + group.tag in found or group.has_soon(name)
-
-
-def _store_chain(tier: Tier, chain: Sequence[Block]) -> None:
-    """Let the tier store the first blocks that it lacks: the rest is of no use without them."""
-    begin = bisect_left(chain, True, key=lambda block: not tier.writes.has(block))
-    tier.writes.store([block for block in chain[begin : begin + LOOK] if not tier.writes.has(block)])
 
 
 def _with_ancestors(tier: Tier, blocks: Sequence[Block]) -> Sequence[Block]:

@@ -48,6 +48,9 @@ class Writes:
         ref = block.ref
         return self._has.get(ref[:SLOT]) == ref or self._soon.get(ref[:SLOT]) == ref
 
+    def lacking(self, blocks: Iterable[Block]) -> list[Block]:
+        return [block for block in blocks if not self.has(block)]
+
     def mark(self, block: Block) -> None:
         """Note that the tier has a block."""
         self._has[block.ref[:SLOT]] = block.ref
