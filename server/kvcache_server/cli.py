@@ -26,7 +26,7 @@ from kvcache_proto.sizes import format_size
 from kvcache_proto.text import escaped
 from kvcache_server import signals
 from kvcache_server.commands.options import endpoint_option
-from kvcache_server.config import load, settings
+from kvcache_server.config import load, read_file, settings
 
 PROGRESS_EVERY = 5.0  # seconds between lines while memory is made
 
@@ -185,13 +185,7 @@ def status(endpoint: str, as_json: bool, other: str | None) -> None:
 
 def _content(path: str) -> tuple[bytes, str]:
     """Return the content of a file, or of standard input for `-`, and its name. Raises ConfigError."""
-    if path == "-":
-        return sys.stdin.buffer.read(), "standard input"
-    try:
-        with open(path, "rb") as file:
-            return file.read(), path
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
+    return (sys.stdin.buffer.read(), "standard input") if path == "-" else (read_file(path), path)
 
 
 @commands.command()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import ipaddress
 import os
 import re
@@ -51,9 +52,22 @@ def parse_address(text: str) -> tuple[ipaddress.IPv4Address | ipaddress.IPv6Addr
     return address, int(port)
 
 
-def _doc(text: str, *, size: bool = False, live: bool = False) -> msgspec.Meta:
-    """Describe a setting; `live` ones change on SIGHUP, the others need a restart."""
-    return msgspec.Meta(description=text, extra={"size": size, "live": live})
+class _Bounds(NamedTuple):
+    """The smallest and the largest value of a setting."""
+
+    least: float
+    most: float
+
+
+# Annotations of settings, beside their descriptions.
+LIVE = "live"  # it changes on SIGHUP; the others need a restart
+SIZE = "size"  # bytes, which may be given as in 4GiB
+
+Bytes = Annotated[int, SIZE]
+Share = Annotated[float, LIVE, _Bounds(0, 1)]
+Seconds = Annotated[float, LIVE, _Bounds(0, 3600)]
+Count = Annotated[int, LIVE, _Bounds(1, 1 << 20)]
+CountOrDefault = Annotated[int, LIVE, _Bounds(0, 1 << 20)]
 
 
 class TierSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -79,169 +93,120 @@ class TierSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Every setting of the daemon; sizes are bytes, times are seconds."""
 
-    endpoint: Annotated[str, _doc("Address that clients connect to: `ipc://` followed by an absolute path.")] = ""
-    size: Annotated[int, _doc("Host memory for blocks. Its header takes up to 2 MiB more.", size=True)] = 4 << 30
-    region_dir: Annotated[str, _doc("Folder on tmpfs or hugetlbfs that holds the region file.")] = "/dev/shm"
+    endpoint: Annotated[str, "Address that clients connect to: `ipc://` followed by an absolute path."] = ""
+    size: Annotated[Bytes, _Bounds(1, MAX_SIZE), "Host memory for blocks. Its header takes up to 2 MiB more."] = 4 << 30
+    region_dir: Annotated[str, "Folder on tmpfs or hugetlbfs that holds the region file."] = "/dev/shm"
     page_size: Annotated[
-        int,
-        _doc(
-            "Unit in which memory is allocated: a power of two, 4 KiB to 2 MiB. 0 selects 4 KiB for a region of less "
-            "than 256 MiB, 16 KiB up to 64 GiB, and beyond that at most 4,194,304 pages.",
-            size=True,
-        ),
+        Bytes,
+        "Unit in which memory is allocated: a power of two, 4 KiB to 2 MiB. 0 selects 4 KiB for a region of less than "
+        "256 MiB, 16 KiB up to 64 GiB, and beyond that at most 4,194,304 pages.",
     ] = 0
     lock: Annotated[
         Literal["auto", "always", "never"],
-        _doc("Lock the region into memory. If that fails, `auto` logs the reason, and `always` refuses to start."),
+        "Lock the region into memory. If that fails, `auto` logs the reason, and `always` refuses to start.",
     ] = "auto"
     huge_pages: Annotated[
         Literal["auto", "always", "never"],
-        _doc(
-            "Use huge pages for the region. `auto` uses those that the kernel provides; `always` refuses to start "
-            "without them."
-        ),
+        "Use huge pages for the region. `auto` uses those that the kernel provides; `always` refuses to start without "
+        "them.",
     ] = "auto"
-    keep: Annotated[
-        bool,
-        _doc("Keep the region in memory at exit, so that the next daemon finds its blocks."),
-    ] = True
+    keep: Annotated[bool, "Keep the region in memory at exit, so that the next daemon finds its blocks."] = True
     strict: Annotated[
-        bool,
-        _doc("Refuse to start if the previous daemon's region cannot be trusted, instead of starting empty."),
+        bool, "Refuse to start if the previous daemon's region cannot be trusted, instead of starting empty."
     ] = False
     allow_uids: Annotated[
         tuple[int, ...],
-        _doc("Users, by name or number, whose processes may attach, in addition to the daemon's own user.", live=True),
+        LIVE,
+        "Users, by name or number, whose processes may attach, in addition to the daemon's own user.",
     ] = ()
     allow_gids: Annotated[
         tuple[int, ...],
-        _doc(
-            "Groups, by name or number, whose processes may attach, in addition to the sockets' own group.", live=True
-        ),
+        LIVE,
+        "Groups, by name or number, whose processes may attach, in addition to the sockets' own group.",
     ] = ()
     attach_rate: Annotated[
         float,
-        _doc(
-            "Handshakes per second allowed to each user; after a pause, a burst of up to `max_sessions`.",
-            live=True,
-        ),
+        LIVE,
+        _Bounds(0.01, 1e6),
+        "Handshakes per second allowed to each user; after a pause, a burst of up to `max_sessions`.",
     ] = 100.0
     pin_quota: Annotated[
-        float,
-        _doc(
-            "Share of the region that the leases of one engine may hold; a block counts once, however many hold it.",
-            live=True,
-        ),
+        Share, "Share of the region that the leases of one engine may hold; a block counts once, however many hold it."
     ] = 0.5
     write_quota: Annotated[
-        float,
-        _doc(
-            "Share of the region that the unsettled saves of one engine may hold. One block is always allowed.",
-            live=True,
-        ),
+        Share, "Share of the region that the unsettled saves of one engine may hold. One block is always allowed."
     ] = 0.5
     retain_quota: Annotated[
-        float,
-        _doc(
-            "Share of the region that one engine may keep from eviction by hints of its requests; all engines "
-            "together, half of the region. 0 refuses these hints.",
-            live=True,
-        ),
+        Share,
+        "Share of the region that one engine may keep from eviction by hints of its requests; all engines together, "
+        "half of the region. 0 refuses these hints.",
     ] = 0.1
-    operator_quota: Annotated[
-        float, _doc("Share of the region that `kvcache-server pin` may keep from eviction.", live=True)
-    ] = 0.25
+    operator_quota: Annotated[Share, "Share of the region that `kvcache-server pin` may keep from eviction."] = 0.25
     namespace_floor: Annotated[
-        float, _doc("Share of the region that each namespace keeps when other namespaces need room.", live=True)
+        Share, "Share of the region that each namespace keeps when other namespaces need room."
     ] = 0.0
-    namespace_ceiling: Annotated[float, _doc("Share of the region that one namespace may fill.", live=True)] = 1.0
+    namespace_ceiling: Annotated[Share, "Share of the region that one namespace may fill."] = 1.0
     supersede_after: Annotated[
-        float, _doc("Seconds after which another writer may supersede an unsettled reservation.", live=True)
+        Seconds, "Seconds after which another writer may supersede an unsettled reservation."
     ] = 2.0
     quarantine: Annotated[
-        float,
-        _doc(
-            "Seconds for which the slots of a dead writer are held back, because its device may still be copying.",
-            live=True,
-        ),
+        Seconds, "Seconds for which the slots of a dead writer are held back, because its device may still be copying."
     ] = 10.0
     grace: Annotated[
-        float,
-        _doc(
-            "Maximum number of seconds after a restart during which nothing is evicted, while engines reconnect, and "
-            "for which an engine without a connection keeps its leases.",
-            live=True,
-        ),
+        Seconds,
+        "Maximum number of seconds after a restart during which nothing is evicted, while engines reconnect, and for "
+        "which an engine without a connection keeps its leases.",
     ] = 10.0
-    max_sessions: Annotated[int, _doc("Maximum number of sessions at one time.", live=True)] = 1024
+    max_sessions: Annotated[Count, "Maximum number of sessions at one time."] = 1024
     max_user_sessions: Annotated[
-        int,
-        _doc("Maximum number of sessions of one user at one time; 0 means seven eighths of `max_sessions`.", live=True),
+        CountOrDefault, "Maximum number of sessions of one user at one time; 0 means seven eighths of `max_sessions`."
     ] = 0
-    max_namespaces: Annotated[int, _doc("Maximum number of namespaces at one time.", live=True)] = 1024
+    max_namespaces: Annotated[Count, "Maximum number of namespaces at one time."] = 1024
     max_user_namespaces: Annotated[
-        int,
-        _doc(
-            "Maximum number of namespaces created by one user at one time; 0 means seven eighths of `max_namespaces`.",
-            live=True,
-        ),
+        CountOrDefault,
+        "Maximum number of namespaces created by one user at one time; 0 means seven eighths of `max_namespaces`.",
     ] = 0
-    max_leases: Annotated[
-        int,
-        _doc("Maximum number of leases of one session; beyond it, lookups are misses.", live=True),
-    ] = 4096
+    max_leases: Annotated[Count, "Maximum number of leases of one session; beyond it, lookups are misses."] = 4096
     http: Annotated[
         str,
-        _doc(
-            "Address and port for health checks, metrics and the API, such as `127.0.0.1:9464` or "
-            "`[::1]:9464`. Empty: off."
-        ),
+        "Address and port for health checks, metrics and the API, such as `127.0.0.1:9464` or `[::1]:9464`. Empty: "
+        "off.",
     ] = ""
     http_anywhere: Annotated[
         bool,
-        _doc(
-            "Allow an `http` address that other hosts can reach. They can read all statistics; changes need the token."
-        ),
+        "Allow an `http` address that other hosts can reach. They can read all statistics; changes need the token.",
     ] = False
     events: Annotated[
         str,
-        _doc(
-            "Address at which KV events are published in vLLM's format, such as "
-            "`tcp://127.0.0.1:5557` or `ipc:///path`. Empty: off."
-        ),
+        "Address at which KV events are published in vLLM's format, such as `tcp://127.0.0.1:5557` or `ipc:///path`. "
+        "Empty: off.",
     ] = ""
-    events_replay: Annotated[
-        str, _doc("Address at which subscribers can request missed KV events again. Empty: off.")
-    ] = ""
+    events_replay: Annotated[str, "Address at which subscribers can request missed KV events again. Empty: off."] = ""
     events_topic: Annotated[
-        str,
-        _doc("Topic of a namespace's events. `{namespace}` stands for the namespace's id, `{model}` for its model."),
+        str, "Topic of a namespace's events. `{namespace}` stands for the namespace's id, `{model}` for its model."
     ] = "kvcache@{namespace}"
-    events_buffer: Annotated[int, _doc("Number of event batches kept for replays and for slow subscribers.")] = 10_000
+    events_buffer: Annotated[
+        int, _Bounds(1, 1 << 20), "Number of event batches kept for replays and for slow subscribers."
+    ] = 10_000
     events_dialect: Annotated[
         Literal["0.26", "0.24", "0.23"],
-        _doc("Format of the events: the vLLM version of the subscribers, or the latest listed version before it."),
+        "Format of the events: the vLLM version of the subscribers, or the latest listed version before it.",
     ] = "0.26"
     events_hashes: Annotated[
         Literal["int", "bytes"],
-        _doc("Format of block hashes. `int` is the last 64 bits, vLLM's default; `bytes` is the whole hash."),
+        "Format of block hashes. `int` is the last 64 bits, vLLM's default; `bytes` is the whole hash.",
     ] = "int"
     events_anywhere: Annotated[
-        bool,
-        _doc("Allow `events` and `events_replay` addresses that other hosts can reach. They can read all hashes."),
+        bool, "Allow `events` and `events_replay` addresses that other hosts can reach. They can read all hashes."
     ] = False
     tier: Annotated[
         tuple[TierSettings, ...],
-        _doc(
-            "Stores below the region: URLs, separated by spaces in the environment. In a file, each is a table "
-            "`[[tier]]` with `url`, and perhaps `name` and `writes`.",
-            live=True,
-        ),
+        LIVE,
+        "Stores below the region: URLs, separated by spaces in the environment. In a file, each is a table `[[tier]]` "
+        "with `url`, and perhaps `name` and `writes`.",
     ] = ()
-    log_level: Annotated[
-        Literal["debug", "info", "warning", "error"], _doc("Lowest severity that is logged.", live=True)
-    ] = "info"
-    log_format: Annotated[Literal["text", "json"], _doc("Format of log lines.", live=True)] = "text"
+    log_level: Annotated[Literal["debug", "info", "warning", "error"], LIVE, "Lowest severity that is logged."] = "info"
+    log_format: Annotated[Literal["text", "json"], LIVE, "Format of log lines."] = "text"
 
     def __post_init__(self) -> None:
         if not self.endpoint:
@@ -249,20 +214,15 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         check_endpoint(self.endpoint)
         if not os.path.isabs(self.region_dir):
             raise ConfigError(f"region_dir {self.region_dir!r}: an absolute path")
-        _within("size", self.size, 1, MAX_SIZE)
+        for row in settings():
+            if row.bounds and not row.bounds.least <= getattr(self, row.name) <= row.bounds.most:
+                raise ConfigError(f"{row.name} {getattr(self, row.name)}: {row.bounds.least} to {row.bounds.most}")
         page = self.page_size
         if page and (not LEAST_PAGE <= page <= MOST_PAGE or page & (page - 1)):
             least, most = format_size(LEAST_PAGE), format_size(MOST_PAGE)
             raise ConfigError(f"page_size {format_size(page)}: 0, or a power of two from {least} to {most}")
-        for name in (
-            *("pin_quota", "write_quota", "retain_quota", "operator_quota"),
-            *("namespace_floor", "namespace_ceiling"),
-        ):
-            _within(name, getattr(self, name), 0, 1)
         if self.namespace_floor > self.namespace_ceiling:
             raise ConfigError(f"namespace_floor {self.namespace_floor}: at most namespace_ceiling")
-        for name in ("supersede_after", "quarantine", "grace"):
-            _within(name, getattr(self, name), 0, 3600)
         if self.http and not parse_address(self.http)[0].is_loopback and not self.http_anywhere:
             raise ConfigError(f"http {self.http!r}: other hosts can reach it; to allow that, set http_anywhere = true")
         for name in ("events", "events_replay"):
@@ -281,12 +241,6 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         names = [each.name for each in self.tier]
         if len(set(names)) < len(names):
             raise ConfigError(f"tier: two are called {max(names, key=names.count)!r}; give each a name")
-        _within("events_buffer", self.events_buffer, 1, 1 << 20)
-        _within("attach_rate", self.attach_rate, 0.01, 1e6)
-        for name in ("max_sessions", "max_namespaces", "max_leases"):
-            _within(name, getattr(self, name), 1, 1 << 20)
-        for name in ("max_user_sessions", "max_user_namespaces"):
-            _within(name, getattr(self, name), 0, 1 << 20)
 
     def limits(self) -> Limits:
         return Limits(**{name: getattr(self, name) for name in Limits.__struct_fields__})
@@ -314,11 +268,6 @@ def _check_publisher(name: str, endpoint: str, anywhere: bool) -> None:
         raise ConfigError(f"{name} {endpoint!r}: other hosts can reach it; to allow that, set events_anywhere = true")
 
 
-def _within(name: str, value: float, least: float, most: float) -> None:
-    if not least <= value <= most:
-        raise ConfigError(f"{name} {value}: {least} to {most}")
-
-
 class Setting(NamedTuple):
     """One row of the reference table."""
 
@@ -329,26 +278,24 @@ class Setting(NamedTuple):
     choices: tuple[str, ...]
     is_size: bool
     is_live: bool
+    bounds: _Bounds | None
 
 
+@functools.cache
 def settings() -> list[Setting]:
     """Return all settings, in the order of the struct."""
     hints = typing.get_type_hints(Config, include_extras=True)
     rows = []
     for field in msgspec.structs.fields(Config):
-        kind, meta = typing.get_args(hints[field.name])
-        is_size = bool(meta.extra["size"])
+        kind, *marks, doc = typing.get_args(hints[field.name])
+        is_size = SIZE in marks
         choices = typing.get_args(kind) if typing.get_origin(kind) is Literal else ()
         if choices:
             label = " \\| ".join(choices)
+        elif is_size:
+            label = "size"
         else:
-            label = (
-                "size"
-                if is_size
-                else {tuple[int, ...]: "list", tuple[TierSettings, ...]: "list"}.get(
-                    kind, getattr(kind, "__name__", "")
-                )
-            )
+            label = "list" if typing.get_origin(kind) is tuple else kind.__name__
         if field.name == "endpoint":
             default = "`ipc:///run/kvcache/kvcache.sock` for root; otherwise a path below `$XDG_RUNTIME_DIR`"
         elif is_size and field.default:
@@ -356,7 +303,8 @@ def settings() -> list[Setting]:
         else:
             shown = list(field.default) if isinstance(field.default, tuple) else field.default
             default = f"`{str(shown).lower() if kind is bool else shown}`" if shown != "" else "none"
-        rows.append(Setting(field.name, label, default, str(meta.description), choices, is_size, meta.extra["live"]))
+        bounds = next((mark for mark in marks if isinstance(mark, _Bounds)), None)
+        rows.append(Setting(field.name, label, default, doc, choices, is_size, LIVE in marks, bounds))
     return rows
 
 

@@ -69,5 +69,4 @@ def level() -> Level:
 
 
 def set_level(level: str) -> None:
-    """Set the log level, named as in the configuration."""
     logging.getLogger(ROOT).setLevel(level.upper())

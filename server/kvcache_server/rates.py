@@ -1,4 +1,4 @@
-"""Rate limits. Pure; the time is an argument."""
+"""Limits on the rate of events, and on the share of a loop's time. Pure; the time is an argument."""
 
 from __future__ import annotations
 
@@ -24,3 +24,19 @@ class Rate:
             self._paid_until = {each: end for each, end in self._paid_until.items() if end > now}
         self._paid_until[key] = until
         return True
+
+
+class DutyCycle:
+    """Grants at most `share` of the time in the long run: each piece of work is followed by a pause."""
+
+    def __init__(self, share: float) -> None:
+        self._rest = 1 / share - 1
+        self._not_before = 0.0
+
+    def wait(self, now: float) -> float:
+        """Return the seconds until the next piece of work may begin."""
+        return max(0.0, self._not_before - now)
+
+    def spent(self, began: float, ended: float) -> None:
+        """Account for a piece of work."""
+        self._not_before = ended + (ended - began) * self._rest

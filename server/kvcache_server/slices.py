@@ -6,13 +6,11 @@ it continues, so it checks its assumptions again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from typing import TypeVar
 
 Result = TypeVar("Result")
 Steps = Generator[None, None, Result]
-
-SLICE_SECONDS = 0.002  # of the loop's time for consecutive slices
 
 
 def begin(steps: Steps[Result]) -> Result | Steps[Result]:
@@ -33,16 +31,3 @@ def finish(steps: Steps[Result]) -> Result:
         except StopIteration as done:
             result: Result = done.value
             return result
-
-
-def advance(steps: Steps[Result], done: Callable[[Result | None, Exception | None], object]) -> bool:
-    """Do one slice; return whether there are more. After the last one, call `done` with the result or the error."""
-    try:
-        next(steps)
-    except StopIteration as ended:
-        done(ended.value, None)
-    except Exception as error:  # noqa: BLE001 - reported to the caller
-        done(None, error)
-    else:
-        return True
-    return False

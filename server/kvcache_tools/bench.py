@@ -123,6 +123,18 @@ class Writer(AdminClient):
         return acquired.hits, time.perf_counter() - begin
 
 
+def spawned(stack: contextlib.ExitStack, target: Callable[..., None], *arguments: object) -> Connection:
+    """Run `target(*arguments, pipe)` in a process that ends with `stack`; return the other end of the pipe."""
+    spawn = multiprocessing.get_context("spawn")
+    ours, theirs = spawn.Pipe()
+    process = spawn.Process(target=target, args=(*arguments, theirs), daemon=True)
+    process.start()
+    stack.callback(process.join)
+    stack.callback(process.terminate)
+    theirs.close()  # so that the death of the process is an end of file here
+    return ours
+
+
 # The echo.
 
 
@@ -215,7 +227,7 @@ def commits(writer: Writer, echo: Echo, runs: int) -> dict[str, float]:
     return {**quantiles(ours), "echo_us": statistics.median(theirs) * 1e6}
 
 
-def client_process(endpoint: str, seed: int, chains: list[int], seconds: float, pipe: Connection) -> None:
+def client_process(seed: int, endpoint: str, chains: list[int], seconds: float, pipe: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # as for the echo
     with Writer(endpoint, seed) as writer:
         writer.prompts.chains = [list(map(block_hash, range(first, first + WIDTHS[0]))) for first in chains]
@@ -231,18 +243,9 @@ def client_process(endpoint: str, seed: int, chains: list[int], seconds: float, 
 
 def together(endpoint: str, chains: list[int], seconds: float) -> float:
     """Return the acquires per second of CLIENTS concurrent processes; `chains` are first blocks of stored prompts."""
-    spawn = multiprocessing.get_context("spawn")
-    pipes = []
     with contextlib.ExitStack() as stack:
-        for number in range(CLIENTS):
-            ours, theirs = spawn.Pipe()
-            arguments = (endpoint, 100 + number, chains, seconds, theirs)
-            client = spawn.Process(target=client_process, args=arguments, daemon=True)
-            client.start()
-            stack.callback(client.join)
-            stack.callback(client.terminate)
-            theirs.close()  # so that the death of a client is an end of file here
-            pipes.append(ours)
+        arguments = (endpoint, chains, seconds)
+        pipes = [spawned(stack, client_process, 100 + number, *arguments) for number in range(CLIENTS)]
         for pipe in pipes:
             pipe.recv()
         for pipe in pipes:
@@ -264,12 +267,6 @@ def cpu_seconds(pid: int) -> float:
     return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e9
 
 
-def idle_share(pid: int, seconds: float) -> float:
-    before = cpu_seconds(pid)
-    time.sleep(seconds)  # idle: this is measured
-    return (cpu_seconds(pid) - before) / seconds
-
-
 def size_for(blocks: int) -> int:
     """Return a size at which a region with pages of PAGE has room for `blocks` blocks."""
     return -(-blocks * (PAGE + ROW) // ALIGN) * ALIGN + ALIGN
@@ -280,16 +277,10 @@ def processes(folder: Path, blocks: int) -> Iterator[tuple[str, int, Echo]]:
     """Run daemon and echo; yield the daemon's endpoint, its process id, and a client of the echo."""
     size = size_for(blocks)
     echo_endpoint = f"ipc://{folder}/echo.sock"
-    spawn = multiprocessing.get_context("spawn")
-    ready, theirs = spawn.Pipe(duplex=False)
-    echo = spawn.Process(target=echo_process, args=(echo_endpoint, blocks, theirs), daemon=True)
     flags = ("--size", str(size), "--page-size", str(PAGE), "--lock", "never")
     with contextlib.ExitStack() as stack:
         endpoint, pid = stack.enter_context(running_daemon(folder, *flags))
-        echo.start()
-        stack.callback(echo.join)
-        stack.callback(echo.terminate)
-        ready.recv()
+        spawned(stack, echo_process, echo_endpoint, blocks).recv()
         yield endpoint, pid, Echo(echo_endpoint)
 
 
@@ -305,7 +296,6 @@ def fill(writer: Writer, blocks: int, say: Callable[[str], None]) -> None:
 
 
 def run(blocks: int, rounds: int, seconds: float, say: Callable[[str], None]) -> dict[str, Any]:
-    """Measure everything and return the figures."""
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvcache-bench-")))
         endpoint, pid, echo = stack.enter_context(processes(folder, blocks))
@@ -329,7 +319,9 @@ def run(blocks: int, rounds: int, seconds: float, say: Callable[[str], None]) ->
         heads = [prompt for prompt in writer.prompts.heads if writer.acquire([block_hash(prompt)])[0]][-64:]
         rate = together(endpoint, heads, seconds)
         say("idle")
-        idle = idle_share(pid, seconds)
+        busy = cpu_seconds(pid)
+        time.sleep(seconds)  # idle: this is measured
+        idle = (cpu_seconds(pid) - busy) / seconds
         evicted = writer.status().counters["blocks_evicted"]
     return {
         "blocks_indexed": indexed,
@@ -346,7 +338,6 @@ def run(blocks: int, rounds: int, seconds: float, say: Callable[[str], None]) ->
 
 
 def describe(figures: dict[str, Any]) -> str:
-    """Return the figures as text."""
     head = f"{'acquire + release':<18}{'hit':>6}{'p50':>10}{'p99':>10}{'echo p50':>10}{'echo p99':>10}"
     lines = [
         f"{figures['blocks_indexed']:,} blocks indexed, {figures['blocks_evicted']:,} evicted",

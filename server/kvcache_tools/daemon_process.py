@@ -63,5 +63,4 @@ def finish(process: subprocess.Popen[Any], seconds: float) -> None:
 
 
 def tail(log: Path, lines: int = 30) -> str:
-    """Return the last lines of a log."""
     return "\n".join(log.read_text(errors="replace").splitlines()[-lines:])

@@ -114,7 +114,6 @@ class Row(NamedTuple):
     cold: Pass
     again: Pass
     elsewhere: Pass
-    visible_after: float
     hits: int
     expected: int
 
@@ -163,11 +162,6 @@ def sized(config: dict[str, Any], name: str, work: Workload, size: str | None) -
     return found if given is None else found._replace(region=given)
 
 
-def engine_bytes(found: Needs, ranks: int) -> int:
-    """Return the memory of an engine."""
-    return found.weights + ranks * (found.cache + LIBRARY_BYTES)
-
-
 class Demo:
     """A daemon and two engines, A and B, which end with `stack`."""
 
@@ -177,52 +171,50 @@ class Demo:
         self._ranks = ranks
         self._size = size
         self._begin = time.monotonic()
+        self._engines: list[EngineProcess] = []
+        self._admin: AdminClient
+        self._block_tokens = self._vocabulary = 0
 
     def say(self, text: str) -> None:
         click.echo(f"[{time.monotonic() - self._begin:4.0f} s] {text}")
 
     def share(self, model: str | None = None, prompts: int = PROMPTS, tokens: int | None = None) -> list[Row]:
         """Let each engine answer `prompts` of random tokens, and then the other engine the same ones."""
-        engines = self._processes(offline=model is None)
+        first, second = self._start_processes(offline=model is None)
         config: dict[str, Any] = LLAMA | {"model_type": "llama"}
         name = "a small random Llama"
         if model is not None:
-            config, name = self._config(engines[0], model), model
+            config, name = self._config(model), model
         longest = config.get("max_position_embeddings") or PROMPT_TOKENS + ANSWER_TOKENS
         tokens = tokens or min(PROMPT_TOKENS, longest - ANSWER_TOKENS)
-        work = Workload(2 * prompts + len(engines), tokens + ANSWER_TOKENS, BLOCK_TOKENS, BATCHED_TOKENS, self._ranks)
+        work = Workload(2 * prompts + 2, tokens + ANSWER_TOKENS, BLOCK_TOKENS, BATCHED_TOKENS, self._ranks)
         needed = self._check(config, name, work)
-        endpoint, admin = self._daemon(needed.region)
+        endpoint = self._start_daemon(needed.region)
         if model is None:
             model = str(self._folder / "random-llama")
-            made = engines[0].call("make_model", directory=model, config=LLAMA)
+            made = first.call("make_model", directory=model, config=LLAMA)
             self.say(f"made a Llama with {made['parameters'] / 1e6:.0f} million random weights")
-        facts = self._start(engines, model, endpoint, work.tokens, needed)
-        both = (engines, engines[::-1])
-        return [self._share(first, second, prompts, tokens, facts, admin) for first, second in both]
+        self._start_engines(model, endpoint, work.tokens, needed)
+        return [self._share(*pair, prompts, tokens) for pair in ((first, second), (second, first))]
 
     def ask(self, gguf: Path, text: str) -> list[Answer]:
         """Let engine A answer questions about `text` without a cache, and engine B from the blocks that A computed
         first."""
-        engines = self._processes(offline=True)
-        model = str(self._model(gguf, engines[0]))
-        asked = engines[0].call("encode", model=model, messages=demo_model.messages(text))
+        first, _ = self._start_processes(offline=True)
+        model = str(self._model(gguf))
+        asked = first.call("encode", model=model, messages=demo_model.messages(text))
         longest = max(map(len, asked["prompts"])) + SENTENCE_TOKENS
-        work = Workload(len(asked["prompts"]) + len(engines), longest, BLOCK_TOKENS, BATCHED_TOKENS)
-        needed = self._check(self._config(engines[0], model), demo_model.NAME, work)
-        endpoint, admin = self._daemon(needed.region)
-        facts = self._start(engines, model, endpoint, longest, needed)
-        answers = []
-        for number, question in enumerate(demo_model.QUESTIONS):
-            answers.append(self._ask(engines, question, number, model, asked, facts["block_tokens"], admin))
-        return answers
+        work = Workload(len(asked["prompts"]) + 2, longest, BLOCK_TOKENS, BATCHED_TOKENS)
+        needed = self._check(self._config(model), demo_model.NAME, work)
+        self._start_engines(model, self._start_daemon(needed.region), longest, needed)
+        return [self._ask(number, question, model, asked) for number, question in enumerate(demo_model.QUESTIONS)]
 
-    def _model(self, gguf: Path, engine: EngineProcess) -> Path:
-        """Return the folder of the converted model."""
+    # Preparing.
 
+    def _model(self, gguf: Path) -> Path:
         def convert(folder: Path) -> None:
             self.say(f"converting {demo_model.NAME} for vLLM, only once")
-            engine.call("convert", gguf=str(gguf), directory=str(folder))
+            self._engines[0].call("convert", gguf=str(gguf), directory=str(folder))
 
         try:
             model = demo_model.converted(demo_model.cache_folder(), convert)
@@ -233,7 +225,8 @@ class Demo:
         self.say(f"the model is {demo_model.NAME}, in {model}")
         return model
 
-    def _processes(self, offline: bool) -> list[EngineProcess]:
+    def _start_processes(self, offline: bool) -> list[EngineProcess]:
+        """Start two processes, in which engines are started later."""
         environment = {
             "PYTHONHASHSEED": "0",  # older engines derive their block hashes from it
             "VLLM_RPC_BASE_PATH": str(self._folder),  # for vLLM's sockets
@@ -245,15 +238,13 @@ class Demo:
             cores = sorted(os.sched_getaffinity(0))
             bound = "|".join(str(cores[rank % len(cores)]) for rank in range(self._ranks))
             environment |= {"VLLM_CPU_OMP_THREADS_BIND": bound}
-        engines = []
         for name in "AB":
-            engines.append(EngineProcess(name, self._folder, environment))
-            self._stack.callback(engines[-1].close)
-        return engines
+            self._engines.append(EngineProcess(name, self._folder, environment))
+            self._stack.callback(self._engines[-1].close)
+        return self._engines
 
-    @staticmethod
-    def _config(engine: EngineProcess, model: str) -> dict[str, Any]:
-        answer = engine.call("config_of", model=model)
+    def _config(self, model: str) -> dict[str, Any]:
+        answer = self._engines[0].call("config_of", model=model)
         if "error" in answer:
             raise Failed(f"--model {model}: {answer['error']}")
         config: dict[str, Any] = answer["config"]
@@ -262,7 +253,7 @@ class Demo:
     def _check(self, config: dict[str, Any], name: str, work: Workload) -> Needs:
         """Print the needs of `work`. Raises Failed if the host has less."""
         needed = sized(config, name, work, self._size)
-        each = engine_bytes(needed, self._ranks)
+        each = needed.weights + self._ranks * (needed.cache + LIBRARY_BYTES)
         total, available = needed.region + 2 * each, available_memory()
         self.say(
             f"{name} in float32 needs about {format_size(total)} of memory: {format_size(needed.region)} for the "
@@ -272,20 +263,18 @@ class Demo:
             raise Failed(f"only {format_size(available)} of memory are available: choose a smaller model or --tokens")
         return needed
 
-    def _daemon(self, size: int) -> tuple[str, AdminClient]:
+    def _start_daemon(self, size: int) -> str:
         flags = ("--size", str(size), "--region-dir", region_dir(self._folder, size))
         endpoint, _ = self._stack.enter_context(running_daemon(self._folder, *flags))
         self.say(f"daemon at {endpoint}, region of {format_size(size)}")
-        return endpoint, self._stack.enter_context(AdminClient(endpoint))
+        self._admin = self._stack.enter_context(AdminClient(endpoint))
+        return endpoint
 
-    def _start(
-        self, engines: list[EngineProcess], model: str, endpoint: str, tokens: int, needed: Needs
-    ) -> dict[str, Any]:
-        """Start the engines for requests of up to `tokens`, and return facts about them."""
-        for engine in engines:  # they end before the daemon, which has their last saves
+    def _start_engines(self, model: str, endpoint: str, tokens: int, needed: Needs) -> None:
+        for engine in self._engines:  # they end before the daemon, which has their last saves
             self._stack.callback(engine.close)
         self.say(f"starting two vLLM engines, A and B (logs are in {self._folder})")
-        for engine in engines:
+        for engine in self._engines:
             engine.ask(
                 "start",
                 model=model,
@@ -307,47 +296,44 @@ class Demo:
                     "kv_connector_extra_config": {"endpoint": endpoint},
                 },
             )
-        for engine in engines:
+        for engine in self._engines:
             facts = engine.answer()
             self.say(f"engine {engine.name} is up")
-        for engine in engines:  # keep the runtime's first-time costs out of the measurement
-            warm_up = self._make(f"warm-up {engine.name}", facts, 1, min(WARM_UP_TOKENS, tokens - 2))
+        self._vocabulary, self._block_tokens = facts["vocabulary"], facts["block_tokens"]
+        for engine in self._engines:  # keep the runtime's first-time costs out of the measurement
+            warm_up = self._random_prompts(f"warm-up {engine.name}", 1, min(WARM_UP_TOKENS, tokens - 2))
             engine.call("generate", prompts=warm_up, tokens=2)
-        return facts
 
-    def _ask(
-        self,
-        engines: list[EngineProcess],
-        question: str,
-        number: int,
-        model: str,
-        asked: dict[str, Any],
-        block_tokens: int,
-        admin: AdminClient,
-    ) -> Answer:
+    def _random_prompts(self, seed: str, count: int, tokens: int) -> list[list[int]]:
+        draw = random.Random(seed)
+        return [[draw.randrange(self._vocabulary) for _ in range(tokens)] for _ in range(count)]
+
+    # Measuring.
+
+    def _ask(self, number: int, question: str, model: str, asked: dict[str, Any]) -> Answer:
         """Ask both engines; B only ever loads the blocks that A computes for the first question."""
-        first, second = engines
+        first, second = self._engines
         prompt, limits = asked["prompts"][number], {"tokens": SENTENCE_TOKENS, "stop": asked["stop"]}
-        before = totals(admin)
+        before = self._total("blocks")
         # Later questions begin with the same text: with a salt, A finds no blocks of it, neither shared ones nor its
         # own.
         cold = first.call("generate", prompts=[prompt], **limits, **({"salt": f"question {number}"} if number else {}))
         if number == 0:
-            self._wait_until_visible(admin, before["blocks"] + len(prompt) // block_tokens)
-        elif not second.call("forget")["done"]:  # B would not load blocks that it has itself
-            raise Failed(f"engine {second.name} did not reset its prefix cache")
-        between = totals(admin)
+            self._wait_until_visible(before + len(prompt) // self._block_tokens)
+        else:
+            _forget(second)  # B would not load blocks that it has itself
+        hits = self._total("hit_blocks")
         cached = second.call("generate", prompts=[prompt], **limits)
-        loaded = totals(admin)["hit_blocks"] - between["hit_blocks"]
-        seen = common_prefix(prompt, asked["prompts"][0]) if number else len(prompt) - 1
+        loaded = self._total("hit_blocks") - hits
+        seen = len(os.path.commonprefix([prompt, asked["prompts"][0]])) if number else len(prompt) - 1
         (text,) = first.call("decode", model=model, answers=cached["answers"])["texts"]
         answer = Answer(
             question,
             text.strip(),
             Seconds(cold["first"][0], cold["seconds"][0]),
             Seconds(cached["first"][0], cached["seconds"][0]),
-            loaded * block_tokens,
-            seen // block_tokens * block_tokens,
+            loaded * self._block_tokens,
+            seen // self._block_tokens * self._block_tokens,
             cold["answers"] == cached["answers"],
         )
         self.say(f"question {number + 1}: {answer.question}")
@@ -360,34 +346,20 @@ class Demo:
         click.echo(f"         {answer.loaded:,} of {len(prompt):,} tokens were loaded; {equal}")
         return answer
 
-    @staticmethod
-    def _make(seed: str, facts: dict[str, Any], count: int, tokens: int) -> list[list[int]]:
-        draw = random.Random(seed)
-        return [[draw.randrange(facts["vocabulary"]) for _ in range(tokens)] for _ in range(count)]
-
-    def _share(
-        self,
-        first: EngineProcess,
-        second: EngineProcess,
-        count: int,
-        tokens: int,
-        facts: dict[str, Any],
-        admin: AdminClient,
-    ) -> Row:
-        prompts = self._make(f"prompts of {first.name}", facts, count, tokens)
-        whole = count * (tokens // facts["block_tokens"])
-        loadable = count * ((tokens - 1) // facts["block_tokens"])
-        before = totals(admin)
+    def _share(self, first: EngineProcess, second: EngineProcess, count: int, tokens: int) -> Row:
+        prompts = self._random_prompts(f"prompts of {first.name}", count, tokens)
+        whole = count * (tokens // self._block_tokens)
+        loadable = count * ((tokens - 1) // self._block_tokens)
+        before = self._total("blocks")
         cold = self._pass(first, prompts, "cold")
-        visible_after = self._wait_until_visible(admin, before["blocks"] + whole)
+        visible_after = self._wait_until_visible(before + whole)
         self.say(f"  {whole} blocks visible to all engines {visible_after:.2f} s after the last answer")
-        between = totals(admin)
+        hits = self._total("hit_blocks")
         elsewhere = self._pass(second, prompts, "which has not seen them before")
-        if not first.call("forget")["done"]:
-            raise Failed(f"engine {first.name} did not reset its prefix cache")
+        _forget(first)
         again = self._pass(first, prompts, "after reset_prefix_cache")
-        hits = totals(admin)["hit_blocks"] - between["hit_blocks"]
-        return Row(first.name, second.name, prompts, cold, again, elsewhere, visible_after, hits, 2 * loadable)
+        hits = self._total("hit_blocks") - hits
+        return Row(first.name, second.name, prompts, cold, again, elsewhere, hits, 2 * loadable)
 
     def _pass(self, engine: EngineProcess, prompts: list[list[int]], how: str) -> Pass:
         answer = engine.call("generate", prompts=prompts, tokens=ANSWER_TOKENS)
@@ -395,14 +367,23 @@ class Demo:
         self.say(f"engine {engine.name}, {how}: {seconds:.2f} s per prompt of {len(prompts[0]):,} tokens")
         return Pass(answer["answers"], seconds)
 
-    @staticmethod
-    def _wait_until_visible(admin: AdminClient, blocks: int) -> float:
+    def _wait_until_visible(self, blocks: int) -> float:
+        """Return the seconds until there are that many blocks. Raises Failed after VISIBLE_WITHIN."""
         begin = time.monotonic()
-        while totals(admin)["blocks"] < blocks:
+        while (visible := self._total("blocks")) < blocks:
             if time.monotonic() - begin > VISIBLE_WITHIN:
-                raise Failed(f"{totals(admin)['blocks']} of {blocks} blocks are visible after {VISIBLE_WITHIN} s")
+                raise Failed(f"{visible} of {blocks} blocks are visible after {VISIBLE_WITHIN} s")
             time.sleep(0.01)  # the daemon does not announce new blocks: poll
         return time.monotonic() - begin
+
+    def _total(self, figure: str) -> int:
+        """Return a figure of all namespaces together."""
+        return sum(getattr(namespace, figure) for namespace in self._admin.status().namespaces)
+
+
+def _forget(engine: EngineProcess) -> None:
+    if not engine.call("forget")["done"]:
+        raise Failed(f"engine {engine.name} did not reset its prefix cache")
 
 
 def write(directory: str, folder: Path) -> None:
@@ -417,14 +398,6 @@ def write(directory: str, folder: Path) -> None:
     finally:
         engine.close()
     click.echo(f"wrote a Llama with {made['parameters'] / 1e6:.0f} million random weights to {directory}")
-
-
-def totals(admin: AdminClient) -> dict[str, int]:
-    namespaces = admin.status().namespaces
-    return {
-        "blocks": sum(namespace.blocks for namespace in namespaces),
-        "hit_blocks": sum(namespace.hit_blocks for namespace in namespaces),
-    }
 
 
 def table(rows: list[Row]) -> str:
@@ -467,11 +440,6 @@ def answer_table(answers: list[Answer]) -> str:
         for number, answer in enumerate(answers, 1)
     ]
     return "\n".join(describe.table(head, cells, left=len(head)))
-
-
-def common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((at for at, (left, right) in pairs if left != right), min(len(one), len(other)))
 
 
 def readable() -> tuple[Path, str] | None:

@@ -135,20 +135,12 @@ def main() -> None:
     replies = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     engine = Engine()
-    calls: dict[str, Callable[..., dict[str, Any]]] = {
-        "make_model": make_model,
-        "convert": convert,
-        "config_of": config_of,
-        "encode": encode,
-        "decode": decode,
-        "start": engine.start,
-        "generate": engine.generate,
-        "forget": engine.forget,
-    }
+    calls = (make_model, convert, config_of, encode, decode, engine.start, engine.generate, engine.forget)
+    by_name: dict[str, Callable[..., dict[str, Any]]] = {each.__name__: each for each in calls}
     try:
         for line in sys.stdin:
             request = json.loads(line)
-            print(json.dumps(calls[request.pop("call")](**request)), file=replies, flush=True)
+            print(json.dumps(by_name[request.pop("call")](**request)), file=replies, flush=True)
     finally:
         engine.stop()
 

@@ -232,18 +232,13 @@ def _program(given: str | None) -> tuple[str, list[str]]:
 
     Raises ConfigError if this program is not installed, and for a path that systemd would interpret.
     """
-    found = given or _this_program()
+    beside = Path(sys.executable).parent / "kvcache-server"
+    found = given or (str(beside) if beside.exists() else shutil.which("kvcache-server"))
+    if found is None:
+        raise ConfigError(f"no kvcache-server beside {sys.executable} or on the PATH: specify it with --program")
     if not _PLAIN.fullmatch(found):
         raise ConfigError(f"program {found}: an absolute path with only letters, digits and / . _ + @ - expected")
     return found, [] if given else [found, os.path.realpath(found), os.path.realpath(sys.executable)]
-
-
-def _this_program() -> str:
-    beside = Path(sys.executable).parent / "kvcache-server"
-    found = str(beside) if beside.exists() else shutil.which("kvcache-server")
-    if found is None:
-        raise ConfigError(f"no kvcache-server beside {sys.executable} or on the PATH: specify it with --program")
-    return found
 
 
 def _check_open(paths: list[str]) -> None:

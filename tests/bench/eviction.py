@@ -31,9 +31,8 @@ from eviction_traces import PROMPT, REALISTIC, STRESS, blocks_of
 
 from kvcache_server.core.eviction.policy import LRU, WORTH
 from kvcache_tools.plan.room import Room
-from kvcache_tools.replay.bounds import distinct, optimum
 from kvcache_tools.replay.simulated_daemon import SimulatedDaemon, block_hash
-from kvcache_tools.replay.simulation import Setup, make_rooms, routes, size_for
+from kvcache_tools.replay.simulation import Setup, distinct, make_rooms, optimum, routes, size_for
 from kvcache_tools.replay.trace import TraceRequest, read_trace
 
 FEW_PROMPTS = 50  # of capacity: with fewer, neither policy has enough to choose from

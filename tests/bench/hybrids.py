@@ -18,9 +18,8 @@ from typing import NamedTuple
 
 from kvcache_proto.types import TAIL, GroupSpec
 from kvcache_server.core.cache import Cache
-from kvcache_tools.replay.bounds import distinct
 from kvcache_tools.replay.simulated_daemon import SimulatedDaemon, block_hash
-from kvcache_tools.replay.simulation import Setup, make_rooms, routes, size_for
+from kvcache_tools.replay.simulation import Setup, distinct, make_rooms, routes, size_for
 from kvcache_tools.replay.trace import TraceRequest, read_trace
 
 BYTES = 1 << 20  # of a block of full attention

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import msgspec
 import pytest
 from dashboard_rig import PATIENCE, wait
 from hypothesis import given
@@ -27,7 +28,7 @@ from kvcache_proto.errors import BadArgument
 from kvcache_tools.dashboard import engine_fields, envfile
 from kvcache_tools.dashboard.app import Dashboard as Serving
 from kvcache_tools.dashboard.env_folder import Changed, EnvFolder
-from kvcache_tools.dashboard.history import History
+from kvcache_tools.dashboard.history import History, Report
 from kvcache_tools.dashboard.host_figures import HostFigures
 from kvcache_tools.dashboard.relay import Relay
 
@@ -326,9 +327,9 @@ def test_a_file_is_replaced_atomically_with_its_mode_and_a_backup(tmp_path: Path
 # The history.
 
 
-def report(asked: int, saved: dict[str, int], pid: int = 1) -> dict[str, Any]:
-    return {
-        "daemon": {"pid": pid},
+def report(asked: int, saved: dict[str, int], pid: int = 1) -> Report:
+    figures = {
+        "daemon": {"pid": pid, "region": "r"},
         "life": 1,
         "pool": {"region_id": "r", "used_bytes": 5},
         "counters": {"blocks_requested": asked},
@@ -337,6 +338,7 @@ def report(asked: int, saved: dict[str, int], pid: int = 1) -> dict[str, Any]:
             {"id": name, "lost_blocks": 0, "hit_bytes": 9 * asked, "saved_bytes": size} for name, size in saved.items()
         ],
     }
+    return msgspec.convert(figures, Report)
 
 
 def test_a_point_is_the_difference_of_two_reports_of_one_daemon() -> None:

@@ -173,9 +173,3 @@ def test_a_converted_model_appears_whole_or_not_at_all(monkeypatch: pytest.Monke
         raise AssertionError(folder)
 
     assert demo_model.converted(tmp_path, never) == model
-
-
-def test_common_prefixes() -> None:
-    assert demo.common_prefix([1, 2, 3], [1, 2, 4]) == 2
-    assert demo.common_prefix([1, 2], [1, 2, 4]) == 2
-    assert demo.common_prefix([], [1]) == 0

@@ -23,11 +23,10 @@ else:
 from kvcache_server.config import Config
 from kvcache_server.storage.region_file import Mount
 from kvcache_tools import doctor
-from kvcache_tools.doctor.check_result import CheckResult
+from kvcache_tools.doctor.check_result import CheckResult, describe, summary
 from kvcache_tools.doctor.child import ask
 from kvcache_tools.doctor.host import tmpfs_page
 from kvcache_tools.doctor.software import OURS, within
-from kvcache_tools.doctor.table import describe, summary
 
 NOBODY = (
     "import os, resource, sys, kvcache_server.cli, kvcache_tools.doctor;"

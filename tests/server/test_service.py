@@ -25,7 +25,7 @@ from kvcache_server.admin_client import AdminClient
 from kvcache_server.config import Config
 from kvcache_server.daemon.descriptor_limit import needed
 from kvcache_server.storage.region_names import LOCK, RegionFolder
-from kvcache_server.transport.zmtp import GREETING, READY, header
+from kvcache_server.transport.zmtp import GREETING, header, ready
 
 SPEC = NamespaceSpec("model", (GroupSpec(16, 4096),))
 REGION = "/dev/shm"
@@ -419,12 +419,12 @@ def raw_peer(daemon: Any, token: bytes = b"") -> socket.socket:
     peer.connect(socket_path(daemon.endpoint))
     peer.sendall(GREETING)
     identity = routing_id(token) if token else b""
-    ready = b"\5READY\x0bSocket-Type\0\0\0\6DEALER\x08Identity" + len(identity).to_bytes(4, "big") + identity
-    peer.sendall(bytes((4, len(ready))) + ready)
-    heard = b""
-    while len(heard) < len(GREETING) + len(READY):
+    own = b"\5READY\x0bSocket-Type\0\0\0\6DEALER\x08Identity" + len(identity).to_bytes(4, "big") + identity
+    peer.sendall(bytes((4, len(own))) + own)
+    heard, expected = b"", GREETING + ready(b"ROUTER")
+    while len(heard) < len(expected):
         heard += peer.recv(1 << 16)
-    assert heard == GREETING + READY
+    assert heard == expected
     return peer
 
 

@@ -20,7 +20,7 @@ from kvcache_proto.codec import decode_reply
 from kvcache_proto.errors import Unavailable
 from kvcache_server.admin_client import AdminClient
 from kvcache_server.config import Config
-from kvcache_server.daemon.slow_queue import SHARE, SlowQueue
+from kvcache_server.daemon.background import SHARE, SlowQueue
 from kvcache_server.http.admin_ops import AdminOps
 from kvcache_server.http.app import HttpApp
 from kvcache_server.http.connection_limiter import SECONDS

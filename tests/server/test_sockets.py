@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import stat
@@ -14,7 +15,7 @@ import pytest
 
 from kvcache_proto.endpoint import door_path, socket_path
 from kvcache_server.admin_client import AdminClient
-from kvcache_server.transport.sockets import SocketFile, set_access
+from kvcache_server.transport.sockets import Listener, set_access
 
 pytestmark = pytest.mark.skipif(os.getuid() != 0, reason="only root can be somebody else")
 
@@ -152,13 +153,13 @@ def test_without_access_control_lists_everyone_can_connect(
 
 
 def test_a_replaced_file_is_not_removed(short_folder: Path) -> None:
-    path = short_folder / "x.sock"
-    path.touch()
-    socket_file = SocketFile(str(path))
-    assert socket_file.is_ours()
+    path, loop = short_folder / "x.sock", asyncio.new_event_loop()
+    listener = Listener(loop, str(path), f"ipc://{path}", lambda sock, peer: True, lambda reason: None)
+    assert listener.is_ours()
     path.rename(short_folder / "away")
-    assert not socket_file.is_ours()
+    assert not listener.is_ours()
     path.touch()
-    assert not socket_file.is_ours()
-    socket_file.remove()
+    assert not listener.is_ours()
+    listener.close()
     assert path.exists()
+    loop.close()

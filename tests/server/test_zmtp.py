@@ -15,7 +15,6 @@ from kvcache_server.transport.zmtp import (
     GREETING,
     MAX_PARTS,
     MAX_SKIPPED,
-    READY,
     ROUTER,
     CutOff,
     Receiver,
@@ -27,6 +26,7 @@ from kvcache_server.transport.zmtp import (
     ready as ready_as,
 )
 
+READY = ready_as(b"ROUTER")
 HELLO = GREETING + READY.replace(b"ROUTER", b"DEALER")
 NAMED = HELLO[:-4] + (4).to_bytes(4, "big") + b"name"
 NAMED = NAMED[:65] + bytes((NAMED[65] + 4,)) + NAMED[66:]

@@ -13,34 +13,13 @@ from collections import Counter
 from collections.abc import Callable, Generator
 from functools import partial
 
+from kvcache_proto import messages as m
 from kvcache_proto.codec import decode_request, encode
 from kvcache_proto.errors import BadFrame, BadToken, KVCacheError, ServerError
-from kvcache_proto.messages import (
-    Acquire,
-    Acquired,
-    Attach,
-    Attached,
-    Cleared,
-    Detach,
-    Distrust,
-    Distrusted,
-    Error,
-    Fenced,
-    Jobs,
-    Release,
-    Remark,
-    Reply,
-    Request,
-    Reserved,
-    Tell,
-    Work,
-    Worked,
-)
 from kvcache_server.core.cache import Cache
-from kvcache_server.daemon.background import Background
+from kvcache_server.daemon.background import SLOW, Background, SlowQueue
 from kvcache_server.daemon.request_socket import Connection, RequestSocket
 from kvcache_server.daemon.session_registry import SessionRegistry
-from kvcache_server.daemon.slow_queue import SLOW, SlowQueue
 from kvcache_server.http.admin_ops import AdminOps
 from kvcache_server.insight.insight import Insight
 from kvcache_server.slices import Steps
@@ -50,7 +29,7 @@ from kvcache_server.tiering.tiering import Tiering
 log = logging.getLogger(__name__)
 
 ACQUIRE_SECONDS = (5e-6, 1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 0.02, 0.1)  # upper bounds of buckets
-UNANSWERED = (Release, Detach, Tell, Remark, Worked)
+UNANSWERED = (m.Release, m.Detach, m.Tell, m.Remark, m.Worked)
 HELD = 0.5  # seconds for which a tier's request for work waits for a job
 
 
@@ -75,7 +54,7 @@ class Answers:
         self.background = Background(loop, cache, end_turn, self.failed)
         self._slow_queue = SlowQueue(loop, self._answer_in_turn)
         self._cache, self._insight, self._tiering, self._sessions = cache, insight, tiering, sessions
-        self._held: dict[int, tuple[Connection, bytes, Work, float]] = {}  # requests for work, by session
+        self._held: dict[int, tuple[Connection, bytes, m.Work, float]] = {}  # requests for work, by session
         self._deliver, self._end_turn = deliver, end_turn
         self._tokens = sessions.tokens
         self._request_socket: RequestSocket
@@ -98,7 +77,7 @@ class Answers:
         what = f"request {number}" if number else "work"
         log.error("%s failed inside the daemon: %s", what, error, exc_info=error)
         self.errors["internal"] += 1
-        return encode(Error(number, ServerError.code, f"internal error: {type(error).__name__}: {error}"))
+        return encode(m.Error(number, ServerError.code, f"internal error: {type(error).__name__}: {error}"))
 
     # Requests.
 
@@ -109,8 +88,8 @@ class Answers:
 
     def _answer(self, sender: Connection, frame: bytes, in_turn: bool = False) -> None:
         session, now = 0, 0.0
-        request: Request | None = None
-        reply: Reply | None = None
+        request: m.Request | None = None
+        reply: m.Reply | None = None
         error: Exception | None = None
         try:
             request = decode_request(frame)
@@ -123,10 +102,10 @@ class Answers:
                 return
             answer = self._begin(session, request, now)
             if answer is None:
-                if type(request) is Work:
+                if type(request) is m.Work:
                     self._hold(session, sender, frame, request, now)
                 return
-            if type(answer) is not Acquired and isinstance(answer, Generator):
+            if type(answer) is not m.Acquired and isinstance(answer, Generator):
                 self._slow_queue.go_on(answer, partial(self._finish, sender, frame, session, request, now))
                 return
             reply = answer
@@ -137,13 +116,7 @@ class Answers:
         finally:
             error = None  # its traceback refers to this frame: a cycle that is never collected
 
-    def _log_cleared(self, session: int, namespace: str, blocks: int) -> None:
-        if self._cache.sessions[session].is_operator:
-            self._operations.cleared(namespace, blocks, self._sessions.name(session))
-        else:
-            self._operations.cleared_by_engine(namespace, blocks, self._sessions.name(session))
-
-    def _begin(self, session: int, request: Request, now: float) -> Reply | None | Steps[Reply | None]:
+    def _begin(self, session: int, request: m.Request, now: float) -> m.Reply | None | Steps[m.Reply | None]:
         if type(request) in Insight.requests:
             self._deliver()
             return self._insight.begin(session, request, now)
@@ -152,12 +125,12 @@ class Answers:
             return None
         return self._cache.answer(session, request, now)
 
-    def _hold(self, session: int, sender: Connection, frame: bytes, request: Work, now: float) -> None:
+    def _hold(self, session: int, sender: Connection, frame: bytes, request: m.Work, now: float) -> None:
         """Keep a tier's request for work until there is a job, and answer an earlier request."""
         earlier = self._held.pop(session, None)
         self._held[session] = sender, frame, request, now
         if earlier is not None:
-            self._finish(*earlier[:2], session, *earlier[2:], Jobs(earlier[2].id), None)
+            self._finish(*earlier[:2], session, *earlier[2:], m.Jobs(earlier[2].id), None)
 
     def offer_work(self) -> None:
         """Answer the requests for work that can be answered now, or have waited long enough."""
@@ -173,7 +146,7 @@ class Answers:
             if jobs is None and error is None and now - came < HELD:
                 continue
             del self._held[session]
-            self._finish(sender, frame, session, request, came, jobs or Jobs(request.id), error)
+            self._finish(sender, frame, session, request, came, jobs or m.Jobs(request.id), error)
             if error is not None:
                 self._tiering.undo(session)
                 error = None  # as in _answer
@@ -189,9 +162,9 @@ class Answers:
         sender: Connection,
         frame: bytes,
         session: int,
-        request: Request | None,
+        request: m.Request | None,
         now: float,
-        reply: Reply | None,
+        reply: m.Reply | None,
         error: Exception | None,
     ) -> None:
         """Answer a request with the reply or the error. `now` is the time at which the request came."""
@@ -213,25 +186,26 @@ class Answers:
             self.drops[lost] += 1
             if not refused and reply is not None:
                 self._undo(session, reply)
-        if type(reply) is Acquired and type(request) is Acquire and self._insight.wants(request, reply):
+        if type(reply) is m.Acquired and type(request) is m.Acquire and self._insight.wants(request, reply):
             self._looked_up(session, request, reply, frame, now)
 
-    def _pack(self, session: int, request: Request | None, reply: Reply, now: float) -> bytes:
+    def _pack(self, session: int, request: m.Request | None, reply: m.Reply, now: float) -> bytes:
         """Return the reply's frame; do the logging and counting for it."""
         operations = self._operations
-        if type(reply) is Acquired:
+        if type(reply) is m.Acquired:
             self.acquire.add(time.monotonic() - now)
-        elif type(reply) is Attached:
+        elif type(reply) is m.Attached:
             operations.attached(reply.namespace)
-        elif type(reply) is Cleared:
-            self._log_cleared(session, getattr(request, "namespace", ""), reply.blocks)
-        elif type(reply) is Fenced:
+        elif type(reply) is m.Cleared:
+            cleared = operations.cleared if self._cache.sessions[session].is_operator else operations.cleared_by_engine
+            cleared(getattr(request, "namespace", ""), reply.blocks, self._sessions.name(session))
+        elif type(reply) is m.Fenced:
             operations.fenced_off(getattr(request, "session", 0), self._sessions.name(session))
-        elif type(reply) is Distrusted and type(request) is Distrust:
+        elif type(reply) is m.Distrusted and type(request) is m.Distrust:
             operations.distrusted(request, reply, session, self._sessions.name(session))
         return encode(reply)
 
-    def _refusal(self, session: int, request: Request | None, error: Exception) -> bytes | None:
+    def _refusal(self, session: int, request: m.Request | None, error: Exception) -> bytes | None:
         """Return the frame of the error reply. An internal error is also logged; other sessions are still served.
 
         Returns None for an unknown token in a request that has no reply.
@@ -239,29 +213,29 @@ class Answers:
         number = request.id if request is not None else 0
         if isinstance(error, KVCacheError):
             self.errors[error.code] += 1
-            if type(request) is Attach:
+            if type(request) is m.Attach:
                 self._sessions.refused(session, error)
-            return encode(Error(number, error.code, str(error)))
+            return encode(m.Error(number, error.code, str(error)))
         if session or not isinstance(error, KeyError):
             return self.failed(number, error)
         self.errors[BadToken.code] += 1
         if type(request) in UNANSWERED:
             return None
-        return encode(Error(number, BadToken.code, "no open session has this token: shake hands again"))
+        return encode(m.Error(number, BadToken.code, "no open session has this token: shake hands again"))
 
-    def _looked_up(self, session: int, request: Acquire, reply: Acquired, frame: bytes, now: float) -> None:
+    def _looked_up(self, session: int, request: m.Acquire, reply: m.Acquired, frame: bytes, now: float) -> None:
         self._deliver()  # its misses may be of blocks removed since the last turn
         try:
             self._insight.looked_up(session, request, reply, frame, now, self._tiering.said)
         except Exception as error:  # noqa: BLE001 - as in _answer
             self.failed(0, error)
 
-    def _undo(self, session: int, reply: Reply) -> None:
+    def _undo(self, session: int, reply: m.Reply) -> None:
         """Release the grants of a dropped reply: otherwise they would be held until the end of the session."""
         now = time.monotonic()
-        if type(reply) is Acquired and reply.lease:
-            self._cache.handle(session, Release(0, b"", [reply.lease]), now)
-        elif type(reply) is Reserved and reply.reservation:
+        if type(reply) is m.Acquired and reply.lease:
+            self._cache.handle(session, m.Release(0, b"", [reply.lease]), now)
+        elif type(reply) is m.Reserved and reply.reservation:
             self._cache.abandon(session, reply.reservation, now)
-        elif type(reply) is Jobs:
+        elif type(reply) is m.Jobs:
             self._tiering.undo(session)

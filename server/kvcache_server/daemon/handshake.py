@@ -17,18 +17,11 @@ from typing import NamedTuple
 from kvcache_proto import __version__, door
 from kvcache_proto.codec import MAX_DOOR_FRAME, decode_door
 from kvcache_proto.endpoint import door_path
-from kvcache_proto.errors import (
-    BadArgument,
-    BadFrame,
-    KVCacheError,
-    NotPermitted,
-    Unavailable,
-    VersionMismatch,
-)
+from kvcache_proto.errors import BadArgument, BadFrame, KVCacheError, NotPermitted, Unavailable, VersionMismatch
 from kvcache_proto.messages import OLDEST_VERSION, PROTOCOL_VERSION, SPOKEN, Error, Hello, Welcome
 from kvcache_proto.types import MAX_NAME, PoolGeometry
 from kvcache_server.rates import Rate
-from kvcache_server.transport.sockets import Listener, Peer, SocketFile
+from kvcache_server.transport.sockets import Listener, Peer
 
 log = logging.getLogger(__name__)
 
@@ -48,16 +41,22 @@ class Admission(NamedTuple):
 
 
 class DoorConnection:
-    """One connection to the door: a handshake with a deadline until `session` is set, then a session."""
+    """One connection to the door: a handshake until `deadline` or until `session` is set, then a session."""
 
     __slots__ = ("deadline", "heard", "peer", "session", "sock")
 
-    def __init__(self, sock: socket.socket, peer: Peer) -> None:
+    def __init__(
+        self,
+        sock: socket.socket,
+        peer: Peer,
+        loop: asyncio.AbstractEventLoop,
+        time_out: Callable[[DoorConnection], None],
+    ) -> None:
         self.sock = sock
         self.peer = peer
         self.heard = bytearray()
         self.session = 0
-        self.deadline: asyncio.TimerHandle | None = None
+        self.deadline = loop.call_later(HANDSHAKE_SECONDS, time_out, self)
 
 
 class Door:
@@ -82,34 +81,28 @@ class Door:
         self._geometry = geometry
         self._open_session = open_session
         self._left = leave
-        self._connections: set[DoorConnection] = set()
-        self._handshaking: dict[DoorConnection, None] = {}  # those without a session yet, oldest first
-        self.refused: dict[str, int] = {}
+        self._handshaking: dict[DoorConnection, None] = {}  # oldest first
+        self._attached: dict[int, DoorConnection] = {}  # by session
+        self.refused: Counter[str] = Counter()  # and connections that failed, by reason
         self._lines = Rate(LINES_A_MINUTE / 60, LINES_A_MINUTE)
-        self._listener = Listener(loop, door_path(endpoint), endpoint, self._enter, self._count)
+        self.listener = Listener(loop, door_path(endpoint), endpoint, self._enter, self._count)
         self.allow_users((), (), None)
-
-    @property
-    def socket_file(self) -> SocketFile:
-        return self._listener.socket_file
 
     def allow_users(self, uids: tuple[int, ...], gids: tuple[int, ...], rate: Rate | None) -> None:
         """Allow only these users and groups to attach from now on, and root and the daemon's own user. Open sessions
         stay. `rate` limits the handshakes of each uid. Raises OSError."""
-        self._listener.allow_users(uids, gids)
+        self.listener.allow_users(uids, gids)
         self._rate = rate
 
     # Handshakes.
 
     def _enter(self, sock: socket.socket, peer: Peer) -> bool:
-        connection = DoorConnection(sock, peer)
+        connection = DoorConnection(sock, peer, self._loop, self._time_out)
         if not self._make_room(connection):
             return False
-        self._connections.add(connection)
         self._handshaking[connection] = None
-        connection.deadline = self._loop.call_later(HANDSHAKE_SECONDS, self._time_out, connection)
         self._loop.add_reader(sock, self._receive, connection)
-        return self._listener.allows(peer)
+        return self.listener.allows(peer)
 
     def _make_room(self, newcomer: DoorConnection) -> bool:
         """Return whether `newcomer` may shake hands; if there are too many, the user with the most loses one."""
@@ -123,7 +116,7 @@ class Door:
         return crowded
 
     def _check_peer(self, peer: Peer) -> None:
-        if not self._listener.allows(peer):
+        if not self.listener.allows(peer):
             raise NotPermitted(
                 f"uid {peer.uid} with groups {sorted(peer.groups)} may not attach: add it to the daemon's allow_uids "
                 "or allow_gids"
@@ -169,9 +162,9 @@ class Door:
     def _welcome(self, connection: DoorConnection, hello: Hello) -> None:
         session, token, file, resumed = self._open_session(hello, connection.peer)
         connection.session = session
+        self._attached[session] = connection
         del self._handshaking[connection]
-        if connection.deadline is not None:
-            connection.deadline.cancel()
+        connection.deadline.cancel()
         connection.heard.clear()
         spoken = min(hello.version, PROTOCOL_VERSION)
         welcome = Welcome(spoken, session, token, self._geometry, __version__, resumed)
@@ -195,19 +188,20 @@ class Door:
         self._leave(connection)
 
     def _leave(self, connection: DoorConnection) -> None:
-        if connection.deadline is not None:
-            connection.deadline.cancel()
-            connection.deadline = None
-        self._connections.discard(connection)
+        """Close a connection, and end its session. Calling it again does nothing."""
+        if connection.sock.fileno() < 0:
+            return
+        connection.deadline.cancel()
         self._handshaking.pop(connection, None)
         self._loop.remove_reader(connection.sock)
         connection.sock.close()
         if connection.session:
+            del self._attached[connection.session]
             self._left(connection.session)
 
     def disconnect(self, session: int) -> None:
         """Close the door connection of a session."""
-        for connection in self._connections_of(session):
+        if connection := self._attached.get(session):
             self._leave(connection)
 
     def disconnect_soon(self, session: int) -> None:
@@ -215,24 +209,17 @@ class Door:
 
         The kernel closes the door of a killed process. Its session file, closed next, shows that it no longer writes.
         """
-        for connection in self._connections_of(session):
-            self._loop.call_later(LEAVE_SECONDS, self._disconnect_if_open, connection)
-
-    def _connections_of(self, session: int) -> list[DoorConnection]:
-        return [connection for connection in self._connections if connection.session == session]
-
-    def _disconnect_if_open(self, connection: DoorConnection) -> None:
-        if connection in self._connections:
-            self._leave(connection)
+        if connection := self._attached.get(session):
+            self._loop.call_later(LEAVE_SECONDS, self._leave, connection)
 
     def _count(self, reason: str) -> None:
-        self.refused[reason] = self.refused.get(reason, 0) + 1
+        self.refused[reason] += 1
 
     def close(self) -> None:
         """Close all connections without calling `leave`: the sessions outlive this daemon."""
         self._left = lambda session: None
-        self._listener.close()
-        for connection in list(self._connections):
+        self.listener.close()
+        for connection in [*self._handshaking, *self._attached.values()]:
             self._leave(connection)
 
 

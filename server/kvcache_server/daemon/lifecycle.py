@@ -48,12 +48,9 @@ def _serve(
     lock = EndpointLock(config.endpoint)
     try:
         began = time.monotonic()
-        opened = open_cache(config, lock.folder, fresh, _until_told_to_stop(manager.preparing(progress)))
+        opened = open_cache(config, lock.folder, fresh, _until_told_to_stop(manager, progress))
         region = opened.region
         try:
-            for note in region.notes:
-                log.warning("%s", note)
-            region.notes.clear()
             service = Service(config, opened, manager, read)
             log.info(
                 "kvcache-server %s ready at %s: %s in %s, %s%s, after %.1f s",
@@ -77,14 +74,16 @@ def _serve(
         log.info("stopped")
 
 
-def _until_told_to_stop(progress: Progress) -> Progress:
-    """Return `progress` that also ends the start if a stop signal is pending; it is only called when nothing is half
-    done."""
+def _until_told_to_stop(manager: ServiceManager, progress: Progress | None) -> Progress:
+    """Return a callback that reports progress, and ends the start if a stop signal is pending; it is only called when
+    nothing is half done."""
 
-    def check(done: int, total: int) -> None:
+    def report(done: int, total: int) -> None:
         if signals.stop_is_pending():
             log.info("stopped before it was ready, at %s of %s", format_size(done), format_size(total))
             raise SystemExit(0)
-        progress(done, total)
+        if progress is not None:
+            progress(done, total)
+        manager.preparing(done, total)
 
-    return check
+    return report

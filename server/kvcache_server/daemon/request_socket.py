@@ -12,7 +12,6 @@ import contextlib
 import os
 import socket
 import time
-from collections import Counter
 from collections.abc import Callable
 
 from kvcache_proto.codec import MAX_DOOR_FRAME, MAX_FRAME
@@ -20,7 +19,7 @@ from kvcache_proto.endpoint import socket_path, token_of
 from kvcache_proto.errors import BadFrame, BadToken
 from kvcache_server.status import Connections
 from kvcache_server.transport.connections import LONG, ZmtpConnection, ZmtpServer
-from kvcache_server.transport.sockets import Listener, Peer, SocketFile, choose_victim
+from kvcache_server.transport.sockets import Listener, Peer, choose_victim
 from kvcache_server.transport.zmtp import CutOff, header
 
 READ_BYTES = 256 << 10
@@ -91,44 +90,24 @@ class RequestSocket(ZmtpServer[Connection]):
         """Bind the socket. Raises EndpointTaken, ConfigError, NotPermitted."""
         super().__init__(loop, answered)
         self._tokens, self._answer, self._lost = tokens, answer, lost
-        self.cuts: Counter[str] = Counter()  # refused and terminated connections, by reason
         self._bound: dict[int, Connection] = {}
         self._unbound: dict[Connection, None] = {}  # oldest first
         self._held = 0
-        self._listener = Listener(loop, socket_path(endpoint), endpoint, self._enter, self._count)
-
-    @property
-    def socket_file(self) -> SocketFile:
-        return self._listener.socket_file
-
-    def allow_users(self, uids: tuple[int, ...], gids: tuple[int, ...]) -> None:
-        """Allow only these users and groups to connect from now on. Raises OSError."""
-        self._listener.allow_users(uids, gids)
+        self.listener = Listener(loop, socket_path(endpoint), endpoint, self._enter, self.count)
 
     def figures(self) -> Connections:
         return Connections(len(self._bound) + len(self._unbound), len(self._unbound), dict(self.cuts))
 
     def close(self) -> None:
         """Stop accepting, and close all connections. The loop must not be running."""
-        self._listener.close()
+        self.listener.close()
         self._lost = lambda session: None  # sessions outlive this daemon
-        for connection in [*self._bound.values(), *self._unbound]:
-            connection.cut = True
-            connection.close()
-        self.loop.run_until_complete(asyncio.sleep(0))  # sends unsent replies, and closes descriptors
+        self.close_all([*self._bound.values(), *self._unbound])
 
     # Connections.
 
-    def _count(self, reason: str) -> None:
-        self.cuts[reason] += 1
-
     def _enter(self, sock: socket.socket, peer: Peer) -> bool:
-        if not self._listener.allows(peer):
-            self._count("not_permitted")
-            sock.close()
-            return False
-        self._listener.connect(sock, lambda: Connection(self, peer))
-        return True
+        return self.listener.admit(sock, peer, lambda: Connection(self, peer))
 
     def connected(self, connection: Connection) -> None:
         self._unbound[connection] = None
@@ -163,7 +142,7 @@ class RequestSocket(ZmtpServer[Connection]):
             connection.close()
 
     def _cut(self, connection: Connection, reason: str) -> None:
-        self._count(reason)
+        self.count(reason)
         self._unbound.pop(connection, None)  # now: asyncio reports the end in a later turn
         connection.cut = True
         connection.close()
@@ -192,7 +171,7 @@ class RequestSocket(ZmtpServer[Connection]):
         """Stop draining a session and call its `then` now. Unanswered requests are dropped."""
         connection = self._bound.get(session)
         if connection is not None and connection.ends:
-            self._count("cut_short")
+            self.count("cut_short")
             self._end(connection)
 
     def _end(self, connection: Connection) -> None:

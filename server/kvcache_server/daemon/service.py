@@ -68,62 +68,47 @@ class Service:
         self._answers = Answers(
             *(self._loop, self._cache, self._insight, self._tiering, self._sessions, self._deliver, self._end_turn)
         )
-        self._background = self._answers.background
         self._admin_ops = AdminOps(
-            *(
-                self._cache,
-                self._insight,
-                self._sessions.look_after,
-                self._background.run,
-                self._end_turn,
-            )
+            *(self._cache, self._insight, self._sessions.look_after),
+            *(self._answers.background.run, self._end_turn),
         )
-        self._lost = ""  # the path of a socket whose file was removed
         self._failure: KVCacheError | None = None  # the reason that it cannot go on
         self._reported_at = 0.0  # time of the last log line about the region's memory
         self._started, self._started_at = time.monotonic(), time.time()
         self._http: HttpApp | None = None
         self._publisher: Publisher | None = None
         self._followers: list[Callable[[list[Change]], None]] = [self._insight.follow, self._tiering.follow]
-        with contextlib.ExitStack() as undo:  # a daemon that does not start leaves no socket behind
-            undo.callback(self._loop.close)
-            if config.http:
-                from kvcache_server.http.app import (
-                    HttpApp,  # aiohttp takes memory that a daemon without it can use
-                )
-
-                self._http = HttpApp(self._loop, config, self._admin_ops, self._answers.failed)
-                undo.callback(self._http.close)
+        with contextlib.ExitStack() as opened_so_far:  # a daemon that does not start leaves no socket behind
+            opened_so_far.callback(self._loop.close)
+            if config.events:
+                self._publisher = Publisher(self._loop, config, self._cache)
+                opened_so_far.callback(self._publisher.close)
+                self._followers.append(self._publisher.follow)
             self._request_socket = RequestSocket(
                 *(self._loop, config.endpoint, self._sessions.tokens, self._answers.receive, self._end_turn),
                 self._connection_lost,
             )
-            undo.callback(self._request_socket.close)
+            opened_so_far.callback(self._request_socket.close)
             self._answers.connect(self._request_socket, self._admin_ops)
-            if config.events:
-                self._publisher = Publisher(self._loop, config, self._cache)
-                self._followers.append(self._publisher.follow)
-                undo.callback(self._publisher.close)
-            self._door = Door(
-                self._loop,
-                config.endpoint,
-                self._region.fd,
-                self._region.geometry,
-                self._admit,
-                self._leave,
-            )
-            undo.callback(self._door.close)
+            geometry = self._region.geometry
+            self._door = Door(self._loop, config.endpoint, self._region.fd, geometry, self._admit, self._leave)
+            opened_so_far.callback(self._door.close)
+            if config.http:
+                from kvcache_server.http.app import HttpApp  # aiohttp takes memory that a daemon without it can use
+
+                self._http = HttpApp(self._loop, config, self._admin_ops, self._answers.failed)
+                opened_so_far.callback(self._http.close)
             self._allow_users(config)
-            undo.pop_all()
+            self._open = opened_so_far.pop_all()  # closed in reverse order
         self._tier_processes = TierProcesses(config.endpoint)
         self._reloading = Reload(config, read, self._cache, self._allow_users, self._tier_processes)
 
     def _allow_users(self, config: Config) -> None:
         """Allow only the users and groups in `config` to connect to the sockets. Raises OSError."""
         self._door.allow_users(config.allow_uids, config.allow_gids, rate_of(config))
-        self._request_socket.allow_users(config.allow_uids, config.allow_gids)
+        self._request_socket.listener.allow_users(config.allow_uids, config.allow_gids)
         if self._publisher is not None:
-            self._publisher.allow_users(config)
+            self._publisher.allow_users(config.allow_uids, config.allow_gids)
 
     def run(self) -> None:
         """Serve until SIGTERM or SIGINT, then close door and sockets. Sessions continue with the next daemon.
@@ -147,18 +132,10 @@ class Service:
             signals.block()  # a second signal must not interrupt the clean-up
             self._next_tick.cancel()  # the loop runs once more, and a tick would find closed sockets
             self._manager.stopping()
-            self._tier_processes.close()
-            if self._http:
-                self._http.close()
-            self._door.close()
-            self._request_socket.close()
-            if self._publisher is not None:
-                self._publisher.close()
-            loop.close()
+            self._tier_processes.apply(())  # without waiting
+            self._open.close()
         if self._failure is not None:
             raise self._failure
-        if self._lost:
-            raise EndpointLost(f"{self._lost} was removed or replaced, so that no client could attach any more")
 
     def _listen_to_signals(self) -> None:
         """Start to handle signals; before the loop runs, its handlers would lose them."""
@@ -188,7 +165,7 @@ class Service:
             self._config.huge_pages,
             in_loop(self._grow),
             in_loop(self._region_is_complete),
-            in_loop(self._region_failed),
+            in_loop(self._stop),
         )
 
     def _grow(self, made: int, total: int) -> None:
@@ -198,8 +175,6 @@ class Service:
             log.info("%s of %s are in memory", format_size(made), format_size(total))
 
     def _region_is_complete(self) -> None:
-        for note in self._region.notes:
-            log.warning("%s", note)
         log.info(
             "all %s are in memory, %s, after %.1f s",
             format_size(self._region.geometry.region_bytes),
@@ -208,7 +183,7 @@ class Service:
             extra={"fields": {"event": "complete", "region_bytes": self._region.geometry.region_bytes}},
         )
 
-    def _region_failed(self, error: KVCacheError) -> None:
+    def _stop(self, error: KVCacheError) -> None:
         self._failure = error
         self._loop.stop()
 
@@ -247,7 +222,7 @@ class Service:
         """Deliver the remaining reports after the replies of one turn of the loop, offer tiers work, and publish KV
         events."""
         self._deliver()
-        self._background.schedule()
+        self._answers.background.schedule()
         self._answers.offer_work()
         if self._publisher is not None:
             self._publisher.flush()
@@ -303,11 +278,11 @@ class Service:
 
     def _look_after_sockets(self) -> None:
         """Stop if a socket's file was removed: clients cannot find the daemon; the next start creates it again."""
-        for each in (self._request_socket.socket_file, self._door.socket_file):
-            if not each.is_ours() and not self._lost:
-                self._lost = each.path
-                log.error("%s was removed or replaced: no client can attach any more; stopping", each.path)
-                self._loop.stop()
+        for each in (self._request_socket.listener, self._door.listener):
+            if not each.is_ours() and self._failure is None:
+                what = f"{each.path} was removed or replaced"
+                log.error("%s: no client can attach any more; stopping", what)
+                self._stop(EndpointLost(f"{what}, so that no client could attach any more"))
 
     def _look_after_tiers(self) -> None:
         """End the processes of tiers that hang, and no longer wait for those that have ended."""

@@ -27,10 +27,7 @@ class SessionRegistry:
     """The open and the disconnected sessions. `tokens` maps a token to its session's number."""
 
     def __init__(
-        self,
-        opened: WarmStart,
-        disconnect: Callable[[int], None],
-        failed: Callable[[int, Exception], object],
+        self, opened: WarmStart, disconnect: Callable[[int], None], failed: Callable[[int, Exception], object]
     ) -> None:
         """`disconnect(session)` closes a session's door."""
         self.tokens: dict[bytes, int] = {}
@@ -39,12 +36,11 @@ class SessionRegistry:
         self._state, self._files = opened.state, opened.files
         self._disconnected = opened.disconnected  # sessions whose door has closed, but whose files are locked
         self._entries: dict[int, SessionOpened] = {}  # records of the open sessions
-        self._names: dict[int, str] = {}
         self._refused: set[int] = set()  # sessions whose refused attach was logged
         self._disconnect, self._failed = disconnect, failed
 
     def __len__(self) -> int:
-        return len(self._names)
+        return len(self._entries)
 
     def refused(self, session: int, error: KVCacheError) -> None:
         """Log the reason that a session may not attach a namespace, once per session."""
@@ -52,13 +48,12 @@ class SessionRegistry:
             self._refused.add(session)
             log.warning(
                 "session %d may not attach a namespace: %s: %s",
-                *(session, self._names[session], error),
+                *(session, self.name(session), error),
                 extra={"fields": {"event": "attach_refused", "session": session, "code": error.code}},
             )
 
     def name(self, session: int) -> str:
-        """Return the name of an open session in the log."""
-        return self._names[session]
+        return _name(self._entries[session])
 
     def open(self, hello: Hello, peer: Peer) -> Admission:
         """Open a session, or resume one if the client may. Raises Unavailable, BadArgument, NotPermitted."""
@@ -81,22 +76,14 @@ class SessionRegistry:
             self._cache.end_session(session, now)
             raise Unavailable(f"no session file can be made: {error.strerror}") from None
         self.tokens[token] = session
-        self._entries[session] = SessionOpened(
-            session, hello.engine, hello.label, token, file_name, *(held or (b"", "")), peer.uid
-        )
-        self._state.note(self._entries[session])
-        name = f"engine {hello.engine}" + (f" ({hello.label})" if hello.label else "")
-        self._names[session] = name
+        entry = SessionOpened(session, hello.engine, hello.label, token, file_name, *(held or (b"", "")), peer.uid)
+        self._entries[session] = entry
+        self._state.note(entry)
         self.opened += 1
         log.log(
-            self._level(name),
+            _level(entry),
             "session %d %s: %s, pid %d uid %d, %d open",
-            session,
-            "resumed" if held else "opened",
-            name,
-            peer.pid,
-            peer.uid,
-            len(self._names),
+            *(session, "resumed" if held else "opened", _name(entry), peer.pid, peer.uid, len(self)),
             extra={"fields": {"event": "attach", "session": session, "engine": hello.engine, "pid": peer.pid}},
         )
         return Admission(session, token, file, bool(held))
@@ -104,7 +91,6 @@ class SessionRegistry:
     def leave(self, session: int) -> None:
         """Handle a closed door. Slots that the session's process may be writing stay reserved until its file is
         unlocked."""
-        name = self._names.pop(session)
         self._refused.discard(session)
         self._disconnected[session] = entry = self._entries.pop(session)
         del self.tokens[entry.token]
@@ -114,11 +100,9 @@ class SessionRegistry:
             self._failed(0, error)
         self.look_after(session)
         log.log(
-            self._level(name),
+            _level(entry),
             "session %d ended: %s, %d open",
-            session,
-            name,
-            len(self._names),
+            *(session, _name(entry), len(self)),
             extra={"fields": {"event": "detach", "session": session}},
         )
 
@@ -143,10 +127,14 @@ class SessionRegistry:
             except Exception as error:  # noqa: BLE001 - an internal error is logged; other sessions are still served
                 self._failed(0, error)
 
-    @staticmethod
-    def _level(name: str) -> int:
-        """Commands are logged at debug level: a monitor that reads the status every second should not fill the log."""
-        return logging.DEBUG if name.startswith(f"engine {OPERATOR} ") else logging.INFO
+
+def _name(entry: SessionOpened) -> str:
+    return f"engine {entry.engine}" + (f" ({entry.label})" if entry.label else "")
+
+
+def _level(entry: SessionOpened) -> int:
+    """Commands are logged at debug level: a monitor that reads the status every second should not fill the log."""
+    return logging.DEBUG if entry.engine == OPERATOR else logging.INFO
 
 
 def _held(entry: SessionOpened | None, hello: Hello) -> tuple[bytes, str] | tuple[()]:

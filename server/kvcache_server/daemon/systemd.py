@@ -14,12 +14,11 @@ from collections import deque
 from collections.abc import Mapping
 
 from kvcache_proto.sizes import format_size
-from kvcache_server.storage.region_file import Progress
 
 log = logging.getLogger(__name__)
 
 STEP = 1.0  # seconds between two notifications while the region is being prepared
-MORE_TIME = 60.0  # seconds by which each notification, and the final one, extends the timeout
+MORE_TIME = "EXTEND_TIMEOUT_USEC=60000000"  # sent with each notification, and with the final one
 _UNSENT = 16
 
 
@@ -40,7 +39,7 @@ class ServiceManager:
         self._status = ""
         self._failing = False
         self._keep_alive_every = _watchdog(environ) / 2
-        self._kept_alive = 0.0
+        self._kept_alive = self._progressed = 0.0  # times of the last notifications
 
     def notify(self, *lines: str) -> None:
         """Send `lines` in one notification, after those that could not be sent yet."""
@@ -49,21 +48,12 @@ class ServiceManager:
         self._unsent.append("\n".join(lines))
         self._send()
 
-    def preparing(self, progress: Progress | None = None) -> Progress:
-        """Return a callback that calls `progress`, reports it to the manager too, and extends the start timeout."""
-        notified = 0.0
-
-        def notify(done: int, total: int) -> None:
-            nonlocal notified
-            if progress is not None:
-                progress(done, total)
-            now = time.monotonic()
-            if now - notified >= STEP:
-                notified = now
-                status = f"STATUS=preparing memory: {format_size(done)} of {format_size(total)}"
-                self.notify(status, _extend(MORE_TIME))
-
-        return notify
+    def preparing(self, done: int, total: int) -> None:
+        """Report the progress of the start, at most once per STEP, and extend its timeout."""
+        now = time.monotonic()
+        if now - self._progressed >= STEP:
+            self._progressed = now
+            self.notify(f"STATUS=preparing memory: {format_size(done)} of {format_size(total)}", MORE_TIME)
 
     def ready(self, status: str) -> None:
         self._status = status
@@ -75,7 +65,7 @@ class ServiceManager:
         self.notify("RELOADING=1", f"MONOTONIC_USEC={time.monotonic_ns() // 1000}", "STATUS=reading the configuration")
 
     def stopping(self) -> None:
-        self.notify("STOPPING=1", "STATUS=stopping", _extend(MORE_TIME))
+        self.notify("STOPPING=1", "STATUS=stopping", MORE_TIME)
 
     def failed(self, error: Exception) -> None:
         self.notify(f"STATUS={error}")
@@ -125,7 +115,3 @@ def _watchdog(environ: Mapping[str, str]) -> float:
     except ValueError:
         log.warning("WATCHDOG_USEC %r is not a number: no keep-alives are sent", environ["WATCHDOG_USEC"])
         return 0.0
-
-
-def _extend(seconds: float) -> str:
-    return f"EXTEND_TIMEOUT_USEC={int(seconds * 1e6)}"

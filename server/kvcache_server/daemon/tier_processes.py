@@ -24,7 +24,7 @@ FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0  # seconds before it is restarted: twice 
 STEADY = 60.0  # seconds after which the next pause is a short one
 NEVER_AGAIN = {2: "its URL or settings are wrong", 6: "it has no permission"}
 LINE = 4096  # longest line of its output in the log, in bytes
-_LEVELS = {"WARNING": logging.WARNING, "ERROR": logging.ERROR}
+_LEVELS = {"INFO": logging.INFO, "WARNING": logging.WARNING, "ERROR": logging.ERROR}
 _OURS = ("NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID", "LISTEN_FDS", "LISTEN_PID")  # set by systemd for the daemon
 
 
@@ -36,7 +36,7 @@ class TierProcesses:
         self._running: dict[TierSettings, _Runner] = {}
 
     def apply(self, tiers: Sequence[TierSettings]) -> None:
-        """Run exactly these tiers from now on."""
+        """Run exactly these tiers from now on. Does not wait for the end of others."""
         for each in self._running.keys() - set(tiers):
             self._running.pop(each).stop()
         for each in tiers:
@@ -48,10 +48,6 @@ class TierProcesses:
         for each, runner in self._running.items():
             if each.name == name:
                 runner.kill(why)
-
-    def close(self) -> None:
-        """End them, without waiting."""
-        self.apply(())
 
     def report(self) -> list[TierProcess]:
         """Return, for `status`, the processes, how often each was started, and the reason if one is not running."""
@@ -126,7 +122,7 @@ class _Runner:
     def _relay(self, line: bytes) -> None:
         text = line.decode(errors="replace").rstrip()
         level, _, rest = text.partition(" ")
-        if level in ("INFO", "WARNING", "ERROR"):
-            log.log(_LEVELS.get(level, logging.INFO), "tier %s: %s", self._settings.name, rest)
+        if level in _LEVELS:
+            log.log(_LEVELS[level], "tier %s: %s", self._settings.name, rest)
         elif text:
             log.info("tier %s: %s", self._settings.name, text)

@@ -107,16 +107,13 @@ class Batches:
 
     def _empty(self, namespace: Namespace) -> None:
         """Add the event that clears the namespace."""
-        self.changes.append((self._source(namespace.groups[0]), b"", None))
+        self.changes.append((self._sources[namespace.groups[0].tag], b"", None))
 
     def _watch(self, namespace: Namespace) -> None:
         name = self._pattern.replace("{namespace}", namespace.id).replace("{model}", namespace.spec.model)
         topic = Topic(name.encode(), self._highest)
         for group in _announced(namespace):
             self._sources[group.tag] = Source(topic, group.number, group.spec.block_tokens)
-
-    def _source(self, group: Group) -> Source:
-        return self._sources[group.tag]
 
     # Batches.
 
@@ -135,7 +132,7 @@ class Batches:
         This is for the first subscriber: a restarted daemon has not announced the blocks that it has restored.
         """
         for namespace in list(self._cache.namespaces.values()):
-            topic = self._source(namespace.groups[0]).topic
+            topic = self._sources[namespace.groups[0].tag].topic
             for events in self._snapshot(namespace):
                 yield self._keep(topic, events, now)
 
@@ -149,7 +146,7 @@ class Batches:
         for batch in self._kept:
             oldest.setdefault(batch.topic, batch.number)
         for namespace in list(self._cache.namespaces.values()):
-            topic = self._source(namespace.groups[0]).topic
+            topic = self._sources[namespace.groups[0].tag].topic
             missing = oldest.get(topic.name, topic.next) - start
             if missing > 0 and topic.name.startswith(prefix):
                 yield from self._replay_missing(namespace, topic.name, range(start, start + missing), now)
@@ -183,7 +180,7 @@ class Batches:
         """Yield events, STEP blocks at a time, of the blocks that are present now and still are in their turn."""
         events: list[Any] = [self._events.cleared]
         for group in _announced(namespace):
-            source, rest = self._source(group), deque(group.visible.values())
+            source, rest = self._sources[group.tag], deque(group.visible.values())
             while rest:
                 some = [rest.popleft() for _ in range(min(STEP, len(rest)))]
                 stored = [

@@ -11,13 +11,12 @@ import asyncio
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from kvcache_proto.endpoint import socket_path
 from kvcache_proto.types import MAX_NAME
 from kvcache_server.config import Config
 from kvcache_server.core.cache import Cache
-from kvcache_server.core.effects import Change
 from kvcache_server.events.batches import Batch, Batches
 from kvcache_server.events.sequence_file import SequenceFile
 from kvcache_server.events.subscribers import (
@@ -60,6 +59,7 @@ class Publisher:
             *(cache, config.events_topic, config.events_buffer, self._sequence_file.first),
             *(config.events_dialect, config.events_hashes),
         )
+        self.follow = self._batches.follow
         self._topic_in_replay = config.events_dialect == "0.26"
         self._buffer = config.events_buffer
         self._counts: Counter[str] = Counter()
@@ -68,24 +68,21 @@ class Publisher:
         self._behind: dict[Subscriber, None] = {}  # subscribers with unsent batches
         self._announcement: Iterator[Batch] | None = None
         self._announced = False
-        self._replays: dict[ReplayClient, _Replay] = {}
-        self._asked: dict[ReplayClient, _Replay] = {}  # replays that have not begun
+        self._replaying: dict[ReplayClient, None] = {}  # those that have waited longest come first
+        self._asked: dict[ReplayClient, None] = {}  # their replays have not begun
         self._busy = False  # whether a call of `_continue` is scheduled
-        self._server = SubscriberServer(loop, self._receive, self._gone, lambda subscriber: self._soon())
+        self._server = SubscriberServer(loop, self._receive, self._gone, self._soon)
+        self.allow_users = self._server.allow_users
         topic = config.events_topic
         role = publisher_role(TOPIC_BYTES + len(topic.encode()) + (4 * MAX_NAME if "{model}" in topic else 0))
         try:
             self._endpoints = [self._server.bind(config.events, role, Subscriber)]
             if config.events_replay:
                 self._endpoints.append(self._server.bind(config.events_replay, REPLAY_ROLE, ReplayClient))
-            self.allow_users(config)
+            self.allow_users(config.allow_uids, config.allow_gids)
         except BaseException:
             self.close()
             raise
-
-    def allow_users(self, config: Config) -> None:
-        """Allow only the users and groups in `config` to connect. Open connections stay."""
-        self._server.allow_users(config.allow_uids, config.allow_gids)
 
     def close(self) -> None:
         """Close all connections. The loop must not be running."""
@@ -108,10 +105,6 @@ class Publisher:
         )
 
     # Publishing.
-
-    def follow(self, changes: Iterable[Change]) -> None:
-        """Take up changes reported by the core."""
-        self._batches.follow(changes)
 
     def flush(self) -> None:
         """Publish the changes. Those that do not fit in one turn follow in later ones."""
@@ -147,17 +140,17 @@ class Publisher:
     # Messages.
 
     def _receive(self, connection: EventConnection, parts: list[bytes]) -> None:
-        if not (
-            self._subscribe(connection, parts) if isinstance(connection, Subscriber) else self._ask(connection, parts)
-        ):
-            self._counts["nonsense"] += 1
+        known = self._subscribe(connection, parts) if isinstance(connection, Subscriber) else False
+        if isinstance(connection, ReplayClient):
+            known = self._ask(connection, parts)
+        self._counts["nonsense"] += not known
 
     def _gone(self, connection: EventConnection) -> None:
         if isinstance(connection, Subscriber):
             self._topics.leave(connection)
             self._behind.pop(connection, None)
         elif isinstance(connection, ReplayClient):
-            self._counts["replays_cut"] += self._forget_replay(connection)
+            self._forget_replay(connection)
 
     def _subscribe(self, subscriber: Subscriber, parts: list[bytes]) -> bool:
         """Handle a subscription or its end. Return whether the message is one."""
@@ -186,41 +179,44 @@ class Publisher:
 
     # Replays.
 
-    def _ask(self, client: EventConnection, parts: list[bytes]) -> bool:
+    def _ask(self, client: ReplayClient, parts: list[bytes]) -> bool:
         """Handle a request for a replay. Return whether the message is one."""
         # A REQ socket puts an empty frame before the number. A topic may follow; vLLM's clients send none.
-        if not isinstance(client, ReplayClient) or len(parts) not in (2, 3) or parts[0] or len(parts[1]) != 8:
+        if len(parts) not in (2, 3) or parts[0] or len(parts[1]) != 8:
             return False
         client.used = True
-        self._counts["replays_cut"] += self._forget_replay(client)  # a new request replaces the previous one
+        self._forget_replay(client)  # a new request replaces the previous one
         self._counts["replays"] += 1
-        batches = self._batches.replay(int.from_bytes(parts[1], "big"), b"".join(parts[2:]), time.time())
-        self._asked[client] = _Replay(client, batches)
+        client.replay = self._batches.replay(int.from_bytes(parts[1], "big"), b"".join(parts[2:]), time.time())
+        self._asked[client] = None
         self._begin_replays()
         return True
 
-    def _forget_replay(self, client: ReplayClient) -> bool:
-        """Drop the client's replay. Return whether it had one."""
-        forgotten = self._asked.pop(client, None) or self._replays.pop(client, None)
+    def _forget_replay(self, client: ReplayClient) -> None:
+        """Drop the client's replay, if it has one."""
+        for clients in (self._asked, self._replaying):
+            if client in clients:
+                del clients[client]
+                self._counts["replays_cut"] += 1
         self._begin_replays()
-        return forgotten is not None
 
     def _begin_replays(self) -> None:
-        while self._asked and len(self._replays) < REPLAYS:
+        while self._asked and len(self._replaying) < REPLAYS:
             client = next(iter(self._asked))
-            replay = self._replays[client] = self._asked.pop(client)
-            replay.at = time.monotonic()
+            del self._asked[client]
+            self._replaying[client] = None
+            client.replayed_at = time.monotonic()
             self._soon()
 
-    def _replay_on(self, replay: _Replay, now: float) -> bool:
+    def _replay_on(self, client: ReplayClient, now: float) -> bool:
         """Send a few more batches if the client reads them. Return whether there are more."""
         for _ in range(TURN):
-            if replay.client.paused:
+            if client.paused:
                 return True
-            batch = next(replay.batches, END)
-            replay.at = now
+            batch = next(client.replay, END)
+            client.replayed_at = now
             if batch is not None:
-                replay.client.send_parts((b"", *_parts(batch)[not self._topic_in_replay :]))
+                client.send_parts((b"", *_parts(batch)[not self._topic_in_replay :]))
             if batch is END:
                 return False
         return True
@@ -241,17 +237,15 @@ class Publisher:
         if self._announcement is not None:
             if not self._unpublished:  # their numbers are lower
                 self._announce_on(self._announcement)
-            for replay in self._replays.values():
-                replay.at = now  # replays wait for the announcement: they would otherwise end in the middle of it
+            for client in self._replaying:
+                client.replayed_at = now  # replays wait for the announcement: they would otherwise end in the middle
         else:
             idle = not self._replay_all(now)
-        if self._batches.changes or self._unpublished or self._announcement is not None or self._can_send_on():
+        can_send_on = any(not subscriber.paused for subscriber in self._behind)
+        if self._batches.changes or self._unpublished or self._announcement is not None or can_send_on:
             self._soon()
-        elif self._replays:
+        elif self._replaying:
             self._soon(PAUSE if idle else 0.0)
-
-    def _can_send_on(self) -> bool:
-        return any(not subscriber.paused for subscriber in self._behind)
 
     def _announce_on(self, announcement: Iterator[Batch]) -> None:
         for _ in range(TURN):
@@ -263,28 +257,20 @@ class Publisher:
 
     def _replay_all(self, now: float) -> bool:
         """Advance the replay that has waited longest among those whose clients read. Return whether there was one."""
-        for replay in list(self._replays.values()):
-            more = self._replay_on(replay, now)
-            if more and now - replay.at >= PATIENCE:
+        for client in list(self._replaying):
+            more = self._replay_on(client, now)
+            if more and now - client.replayed_at >= PATIENCE:
                 self._counts["replays_cut"] += 1
                 more = False
-            del self._replays[replay.client]
+            del self._replaying[client]
             if more:
-                self._replays[replay.client] = replay  # at the end of the queue
+                self._replaying[client] = None  # at the end of the queue
             else:
                 self._begin_replays()
-            if replay.at == now:
+            if client.replayed_at == now:
                 return True
         return False
 
 
 def _parts(batch: Batch) -> tuple[bytes, bytes, bytes]:
     return batch.topic, batch.number.to_bytes(8, "big"), batch.payload
-
-
-class _Replay:
-    """The replay of one client; `at` is the time of its last progress."""
-
-    def __init__(self, client: ReplayClient, batches: Iterator[Batch | None]) -> None:
-        self.client, self.batches = client, batches
-        self.at = 0.0

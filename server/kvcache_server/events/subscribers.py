@@ -10,11 +10,12 @@ import asyncio
 import contextlib
 import socket
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Hashable, Sequence
+from collections import deque
+from collections.abc import Callable, Hashable, Iterator, Sequence
 
 from kvcache_proto.endpoint import SCHEME, socket_path
 from kvcache_proto.errors import BadFrame, NotPermitted
+from kvcache_server.events.batches import Batch
 from kvcache_server.rates import Rate
 from kvcache_server.status import Connections
 from kvcache_server.transport.connections import ZmtpConnection, ZmtpServer
@@ -37,19 +38,14 @@ class EventConnection(ZmtpConnection):
 
     UNREAD = 256 << 10
 
-    __slots__ = ("owner", "server", "used")
-
     def __init__(self, server: SubscriberServer, role: Role, owner: Hashable) -> None:
         super().__init__(server, role)
-        self.server = server
         self.owner = owner
         self.used = False  # whether it has subscribed, or asked for a replay
 
 
 class Subscriber(EventConnection):
     """A connection to the publishing socket. `backlog` has the messages that it has not read yet."""
-
-    __slots__ = ("backlog",)
 
     def __init__(self, server: SubscriberServer, role: Role, owner: Hashable) -> None:
         super().__init__(server, role, owner)
@@ -78,22 +74,21 @@ class Subscriber(EventConnection):
             count += 1
         return count
 
-    def resume_writing(self) -> None:
-        super().resume_writing()
-        self.server.readable(self)
-
 
 class ReplayClient(EventConnection):
-    """A connection to the socket for replays."""
+    """A connection to the socket for replays. `replayed_at` is the time of the last progress of its `replay`."""
 
-    __slots__ = ()
+    def __init__(self, server: SubscriberServer, role: Role, owner: Hashable) -> None:
+        super().__init__(server, role, owner)
+        self.replay: Iterator[Batch | None] = iter(())
+        self.replayed_at = 0.0
 
 
 class SubscriberServer(ZmtpServer[EventConnection]):
     """The connections to both sockets.
 
     `receive(connection, parts)` is called with each message; `parts` is empty for one that is not valid.
-    `gone(connection)` is called once per connection, `readable(subscriber)` when a subscriber has read its messages.
+    `gone(connection)` is called once per connection, `readable()` when a peer has read its messages.
     """
 
     SECONDS = 0.002
@@ -103,82 +98,58 @@ class SubscriberServer(ZmtpServer[EventConnection]):
         loop: asyncio.AbstractEventLoop,
         receive: Callable[[EventConnection, list[bytes]], None],
         gone: Callable[[EventConnection], None],
-        readable: Callable[[Subscriber], None],
+        readable: Callable[[], None],
     ) -> None:
         super().__init__(loop)
-        self.readable = readable
-        self._receive, self._gone = receive, gone
+        self._receive, self._gone, self._readable = receive, gone, readable
         self._open: dict[EventConnection, None] = {}  # oldest first
-        self._cuts: Counter[str] = Counter()  # refused and terminated connections, by reason
         self._rate = Rate(A_SECOND, AT_ONCE)
-        self._unix: list[Listener] = []
-        self._tcp: list[Acceptor] = []
+        self._acceptors: list[Acceptor] = []
 
     def bind(self, endpoint: str, role: Role, connection_type: type[EventConnection]) -> str:
         """Start to accept connections at `endpoint`, and return the bound endpoint.
 
         Raises NotPermitted if it cannot be bound, EndpointTaken and ConfigError as `Listener` does.
         """
-        try:
-            if endpoint.startswith(SCHEME):
-                return self._bind_unix(endpoint, role, connection_type)
-            return self._bind_tcp(endpoint, role, connection_type)
-        except OSError as error:
-            raise NotPermitted(f"events endpoint {endpoint}: cannot be bound: {error.strerror}") from None
 
-    def _bind_unix(self, endpoint: str, role: Role, connection_type: type[EventConnection]) -> str:
         def enter(sock: socket.socket, peer: Peer) -> bool:
-            if listener.allows(peer):
-                listener.connect(sock, lambda: connection_type(self, role, peer.uid))
-                return True
-            self._count("not_permitted")
-            sock.close()
-            return False
+            return listener.admit(sock, peer, lambda: connection_type(self, role, peer.uid))
 
-        listener = Listener(self.loop, socket_path(endpoint), endpoint, enter, self._count, self._rate)
-        self._unix.append(listener)
-        return endpoint
-
-    def _bind_tcp(self, endpoint: str, role: Role, connection_type: type[EventConnection]) -> str:
-        def enter(sock: socket.socket, address: tuple[str, int]) -> bool:
+        def enter_tcp(sock: socket.socket, address: tuple[str, int]) -> bool:
             acceptor.connect(sock, lambda: connection_type(self, role, address[0]))
             return True
 
-        host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
-        host = "0.0.0.0" if host == "*" else host.strip("[]")
-        listener = socket.create_server(
-            (host, 0 if port == "*" else int(port)),
-            family=socket.AF_INET6 if ":" in host else socket.AF_INET,
-            backlog=BACKLOG,
-            dualstack_ipv6=host == "::" and socket.has_dualstack_ipv6(),
-        )
-        acceptor = Acceptor(self.loop, listener, endpoint, enter, self._count, self._rate)
-        self._tcp.append(acceptor)
-        host, port = listener.getsockname()[:2]
+        try:
+            if endpoint.startswith(SCHEME):
+                listener = Listener(self.loop, socket_path(endpoint), endpoint, enter, self.count, self._rate)
+                self._acceptors.append(listener)
+                return endpoint
+            bound = _listen_tcp(endpoint)
+        except OSError as error:
+            raise NotPermitted(f"events endpoint {endpoint}: cannot be bound: {error.strerror}") from None
+        acceptor = Acceptor(self.loop, bound, endpoint, enter_tcp, self.count, self._rate)
+        self._acceptors.append(acceptor)
+        host, port = bound.getsockname()[:2]
         return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
 
     def allow_users(self, uids: tuple[int, ...], gids: tuple[int, ...]) -> None:
         """Allow only these users and groups to connect to Unix sockets. Open connections stay."""
-        for listener in self._unix:
-            if listener.socket_file.is_ours():
-                listener.allow_users(uids, gids)
+        for each in self._acceptors:
+            if isinstance(each, Listener) and each.is_ours():
+                each.allow_users(uids, gids)
 
     def close(self) -> None:
         """Stop accepting, and close all connections. The loop must not be running."""
-        for listener in self._unix:
-            listener.close()
-        for acceptor in self._tcp:
+        for acceptor in self._acceptors:
             acceptor.close()
-        for connection in list(self._open):
-            connection.cut = True
-            connection.close()
-        self.loop.run_until_complete(asyncio.sleep(0))  # sends unsent messages, and closes descriptors
+        self.close_all(self._open)
 
     def figures(self) -> Connections:
-        return Connections(len(self._open), 0, dict(self._cuts))
+        return Connections(len(self._open), 0, dict(self.cuts))
 
-    def _count(self, reason: str) -> None:
-        self._cuts[reason] += 1
+    def resume(self, connection: EventConnection) -> None:
+        super().resume(connection)
+        self._readable()
 
     def connected(self, connection: EventConnection) -> None:
         self._open[connection] = None
@@ -193,7 +164,7 @@ class SubscriberServer(ZmtpServer[EventConnection]):
 
     def cut(self, connection: EventConnection, reason: str) -> None:
         """Terminate a connection, and ignore further messages from it."""
-        self._count(reason)
+        self.count(reason)
         connection.cut = True
         self.disconnected(connection)  # now: asyncio reports the end in a later turn of the loop
         connection.close()
@@ -215,3 +186,14 @@ class SubscriberServer(ZmtpServer[EventConnection]):
             if connection.paused or time.monotonic() > until:
                 return True
         return False
+
+
+def _listen_tcp(endpoint: str) -> socket.socket:
+    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+    host = "0.0.0.0" if host == "*" else host.strip("[]")
+    return socket.create_server(
+        (host, 0 if port == "*" else int(port)),
+        family=socket.AF_INET6 if ":" in host else socket.AF_INET,
+        backlog=BACKLOG,
+        dualstack_ipv6=host == "::" and socket.has_dualstack_ipv6(),
+    )

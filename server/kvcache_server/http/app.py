@@ -22,13 +22,12 @@ from kvcache_proto import __version__
 from kvcache_proto.endpoint import socket_path
 from kvcache_proto.errors import BadArgument, ConfigError, Unavailable
 from kvcache_server.config import Config, parse_address
-from kvcache_server.duty_cycle import DutyCycle
 from kvcache_server.http import metrics, schema
 from kvcache_server.http.admin_ops import AdminOps
 from kvcache_server.http.auth import BearerToken
 from kvcache_server.http.connection_limiter import LINES_A_MINUTE, ConnectionLimiter, listen, quiet_logger, url_of
 from kvcache_server.http.replies import JSON, decode, finish_replies, json_response, make_runner
-from kvcache_server.rates import Rate
+from kvcache_server.rates import DutyCycle, Rate
 from kvcache_server.status import Http, Status
 
 log = logging.getLogger(__name__)

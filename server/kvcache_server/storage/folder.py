@@ -11,6 +11,7 @@ import contextlib
 import fcntl
 import os
 import stat
+from typing import TypeVar
 
 from kvcache_proto.endpoint import socket_path
 from kvcache_proto.errors import ConfigError, EndpointTaken, NotPermitted
@@ -28,6 +29,9 @@ _KINDS = {
 _SAFELY = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
 
 
+_Folder = TypeVar("_Folder", bound="Folder")
+
+
 class Folder:
     """A folder, held by its descriptor until `close`. Names are those of files directly in it."""
 
@@ -43,7 +47,7 @@ class Folder:
         if fd >= 0:
             os.close(fd)
 
-    def __enter__(self) -> Folder:
+    def __enter__(self: _Folder) -> _Folder:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -211,11 +215,6 @@ def open_folder(path: str) -> Folder:
     return folder
 
 
-def check_folder(path: str) -> None:
-    """Raise NotPermitted like `open_folder`."""
-    open_folder(path).close()
-
-
 def file_of(endpoint: str, suffix: str) -> str:
     """Return the name of the daemon's file with that suffix, beside the socket."""
     return os.path.basename(socket_path(endpoint)).removesuffix(".sock") + suffix
@@ -256,8 +255,8 @@ class EndpointLock:
 def _make(path: str) -> None:
     """Create the folder and its parents; regardless of the umask, other users may not write to them."""
     before = os.umask(0o022)
+    os.umask(before | 0o022)
     try:
-        os.umask(before | 0o022)
         os.makedirs(path, mode=0o755, exist_ok=True)
     finally:
         os.umask(before)

@@ -43,7 +43,7 @@ _libc.munlock.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 
 
 class Region:
-    """The mapped region. `fd` is passed to clients; `notes` are warnings for the operator.
+    """The mapped region. `fd` is passed to clients.
 
     Of its bytes, the first `present` are in memory; `fill` makes the rest.
     """
@@ -58,7 +58,6 @@ class Region:
         self.present = 0
         self.locked = False
         self.huge_bytes = 0  # bytes in huge pages, as far as this process has filled it
-        self.notes: list[str] = []
         self._claim = claim
         self._prefault: _Prefault | None = None
         self._closed = False
@@ -123,7 +122,7 @@ class Region:
         self.huge_bytes += prefault.huge_bytes
         self.locked = lock != "never" and not why_unlocked
         if why_unlocked:
-            self.notes.append(f"the region is not locked into memory: {why_unlocked}")
+            log.warning("the region is not locked into memory: %s", why_unlocked)
 
     def close(self, keep: bool = False) -> None:
         """Close the region and, without `keep`, remove the file. Clients' mappings stay. Calling it again does
@@ -138,6 +137,14 @@ class Region:
         self.buffer.release()  # unmaps it if nothing else refers to the mapping
         os.close(self.fd)
         self._claim.release()
+
+
+def geometry_for(region_id: bytes, size: int, page_size: int) -> PoolGeometry:
+    """Return the geometry of a region with the configured sizes. Raises ConfigError if they are impossible."""
+    try:
+        return plan_geometry(region_id, size, page_size)
+    except RegionError as error:
+        raise ConfigError(f"size: {error}") from None
 
 
 def create_region(
@@ -161,10 +168,7 @@ def create_region(
         NotPermitted: the directory cannot be written, or the memory may not be locked.
     Then nothing is left behind.
     """
-    try:
-        geometry = plan_geometry(os.urandom(16), size, page_size)
-    except RegionError as error:
-        raise ConfigError(f"size: {error}") from None
+    geometry = geometry_for(os.urandom(16), size, page_size)
     kind = check_room(directory, geometry.region_bytes)
     with contextlib.ExitStack() as undo:
         with RegionFolder(directory, socket_path) as regions:
@@ -184,7 +188,7 @@ def create_region(
         undo.pop_all()
         undo.callback(region.close)
         if kind not in ("tmpfs", "hugetlbfs", "ramfs"):
-            region.notes.append(f"region_dir {directory} is on {kind}, not in memory: the kernel writes it to disk")
+            log.warning("region_dir %s is on %s, not in memory: the kernel writes it to disk", directory, kind)
         prefault = _Prefault(mapping, fd, lock, "never" if kind == "hugetlbfs" else huge_pages)
         end = geometry.region_bytes
         if "always" not in (lock, huge_pages):
@@ -217,11 +221,10 @@ def map_region(claim: Claim, geometry: PoolGeometry) -> Region:
         ready = RegionRows(region.buffer, geometry).ready_pages
         region.present = geometry.data_offset + ready * geometry.page_bytes
         return region
-    except OSError as error:
+    except BaseException as error:
         os.close(fd)
-        raise RegionError(f"{claim.path} cannot be mapped: {error.strerror}") from None
-    except BaseException:
-        os.close(fd)
+        if isinstance(error, OSError):
+            raise RegionError(f"{claim.path} cannot be mapped: {error.strerror}") from None
         raise
 
 
@@ -304,13 +307,10 @@ def free_room(directory: str) -> int:
     if filesystem(directory) != "hugetlbfs":
         return room
     # The mount reports only its own limit, or 0 blocks without a limit; the pages are the host's.
-    free = _free_huge_pages(mount.f_frsize) * mount.f_frsize
+    folder = Path(f"/sys/kernel/mm/hugepages/hugepages-{mount.f_frsize >> 10}kB")
+    pages = int((folder / "free_hugepages").read_text()) - int((folder / "resv_hugepages").read_text())
+    free = pages * mount.f_frsize
     return min(room, free) if mount.f_blocks else free
-
-
-def _free_huge_pages(page: int) -> int:
-    folder = Path(f"/sys/kernel/mm/hugepages/hugepages-{page >> 10}kB")
-    return int((folder / "free_hugepages").read_text()) - int((folder / "resv_hugepages").read_text())
 
 
 class Mount(NamedTuple):
@@ -377,7 +377,7 @@ class _Prefault:
 
     Attributes:
         huge_bytes: bytes in huge pages.
-            why_small: the reason that some of it is not in huge pages, or "".
+        why_small: the reason that some of it is not in huge pages, or "".
     """
 
     def __init__(self, mapping: memoryview, fd: int, lock: str, huge_pages: str) -> None:
@@ -394,32 +394,31 @@ class _Prefault:
         """Fill and lock the pages from `begin` to `end`, or to that of the mapping; return the reason that they are not
         locked, or "". Raises RegionError if memory runs out."""
         if self._lock != "never":
-            _raise_memlock_limit()
+            _, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+            resource.setrlimit(resource.RLIMIT_MEMLOCK, (hard, hard))
+        end = end or len(self._mapping)
+        progress(begin, end)
         with self._mapping[:] as mapping:  # keeps the mapping if it is released in the meantime
-            self._fill_all(address_of(mapping), progress, begin, end or len(mapping))
+            start = address_of(mapping)
+            with ThreadPoolExecutor(min(MAX_THREADS, len(os.sched_getaffinity(0))), "prefault") as pool:
+                chunks = [(offset, min(CHUNK, end - offset)) for offset in range(begin, end, CHUNK)]
+                try:
+                    # In order: everything reported is present.
+                    for filled in [pool.submit(self._fill, start, *each) for each in chunks]:
+                        length = filled.result()
+                        if not length:  # it was stopped
+                            break
+                        begin += length
+                        progress(begin, end)
+                finally:
+                    self._stop.set()  # after an error or a signal, remaining chunks return at once
             if self._why_unlocked:
-                _libc.munlock(address_of(mapping), len(mapping))
+                _libc.munlock(start, len(mapping))
         return self._why_unlocked
 
     def stop(self) -> None:
         """Let `run`, in another thread, return early."""
         self._stop.set()
-
-    def _fill_all(self, start: int, progress: Progress, begin: int, end: int) -> None:
-        chunks = [(offset, min(CHUNK, end - offset)) for offset in range(begin, end, CHUNK)]
-        progress(begin, end)
-        threads = min(MAX_THREADS, len(os.sched_getaffinity(0)))
-        with ThreadPoolExecutor(threads, "prefault") as pool:
-            try:
-                # In order: everything reported is present.
-                for filled in [pool.submit(self._fill, start, *each) for each in chunks]:
-                    length = filled.result()
-                    if not length:  # it was stopped
-                        return
-                    begin += length
-                    progress(begin, end)
-            finally:
-                self._stop.set()  # after an error or a signal, remaining chunks return at once
 
     def _fill(self, start: int, offset: int, length: int) -> int:
         if self._stop.is_set():
@@ -458,12 +457,6 @@ def _explain(error: int, offset: int, total: int) -> None:
         )
     if error not in (errno.EINVAL, errno.EOPNOTSUPP):
         raise RegionError(f"cannot allocate pages of the region: {os.strerror(error)}")
-
-
-def _raise_memlock_limit() -> None:
-    soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    if soft != hard:
-        resource.setrlimit(resource.RLIMIT_MEMLOCK, (hard, hard))
 
 
 def _why_no_lock(error: int) -> str:

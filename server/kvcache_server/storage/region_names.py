@@ -12,6 +12,7 @@ endpoint path, and regions of their own in this folder.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import logging
@@ -30,7 +31,7 @@ log = logging.getLogger(__name__)
 REGION, LOCK, ASIDE = ".region", ".lock", ".aside"
 
 
-class RegionFolder:
+class RegionFolder(Folder):
     """The folder of region files, for the daemons of this user at `socket_path`."""
 
     def __init__(self, path: str, socket_path: str) -> None:
@@ -39,44 +40,35 @@ class RegionFolder:
         self._prefix = f"kvcache-{os.geteuid()}-{digest}"
         self._pattern = re.compile(re.escape(self._prefix) + r"(?:-[0-9a-f]{16})?")
         try:
-            self.folder = Folder(path)
+            super().__init__(path)
         except PermissionError:
             raise NotPermitted(f"region_dir {path}: uid {os.geteuid()} may not read it") from None
         except OSError:
             raise ConfigError(f"region_dir {path}: no such folder") from None
-
-    def close(self) -> None:
-        self.folder.close()
-
-    def __enter__(self) -> RegionFolder:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def found(self, suffix: str = REGION) -> list[str]:
         """Return the names, without `suffix`, of files that a daemon of this endpoint has created.
 
         Files of other users with such names are ignored.
         """
-        names = [name.removesuffix(suffix) for name in self.folder.names() if name.endswith(suffix)]
+        names = [name.removesuffix(suffix) for name in self.names() if name.endswith(suffix)]
         ours, others = [], 0
         for name in filter(self._pattern.fullmatch, names):
             try:
-                if self.folder.check(name + suffix) is not None:
+                if self.check(name + suffix) is not None:
                     ours.append(name)
             except KVCacheError:
                 others += 1
         if others:  # one line, because other users may create many
             log.warning(
                 "%s has %d files with names of this daemon's *%s files that are not its own: they are ignored",
-                *(self.folder.path, others, suffix),
+                *(self.path, others, suffix),
             )
         return sorted(ours)
 
     def header(self, name: str) -> tuple[bytes, int]:
         """Return the first page of a region, and the file's size. Raises OSError."""
-        fd = self.folder.open(name + REGION)
+        fd = self.open(name + REGION)
         try:
             return os.pread(fd, HEADER, 0), os.fstat(fd).st_size
         finally:
@@ -84,13 +76,13 @@ class RegionFolder:
 
     def claim(self, name: str) -> Claim:
         """Return a claim on an existing region. Raises EndpointTaken if a running daemon holds it."""
-        return Claim(self.folder, name)
+        return Claim(self, name)
 
     def new(self) -> Claim:
         """Return a claim on an unused name. Raises NotPermitted if no file may be created here, OSError."""
         while True:
             try:
-                return Claim(self.folder, f"{self._prefix}-{secrets.token_hex(8)}")
+                return Claim(self, f"{self._prefix}-{secrets.token_hex(8)}")
             except EndpointTaken:
                 continue  # another daemon, cleaning up, took the lock for a stale one
 
@@ -101,11 +93,11 @@ class RegionFolder:
                 claim = self.claim(name)
             except KVCacheError:
                 continue  # its daemon is about to create the region
-            claim.release() if self.folder.check(name + REGION) else claim.remove()
+            claim.release() if self.check(name + REGION) else claim.remove()
 
     def remove_aside(self) -> int:
         """Remove regions that were put aside; return their number."""
-        return sum(self.folder.remove(name + ASIDE) for name in self.found(ASIDE))
+        return sum(self.remove(name + ASIDE) for name in self.found(ASIDE))
 
     def remove_all(self, claims: Collection[Claim]) -> int:
         """Remove these regions, stale locks, and regions that were put aside; return the number of regions."""
@@ -141,21 +133,18 @@ class Claim:
 
     def __init__(self, folder: Folder, name: str) -> None:
         """Take the lock. Raises EndpointTaken, NotPermitted, ConfigError."""
-        self._folder = Folder(folder.path, os.dup(folder.fd))
         self.name = name
-        try:
-            self._lock_fd = self._folder.lock(name + LOCK)
-        except BlockingIOError:
-            self._folder.close()
-            raise EndpointTaken(
-                f"{self.path} belongs to a running daemon with the same endpoint path, perhaps in another container"
-            ) from None
-        except PermissionError:
-            self._folder.close()
-            raise NotPermitted(f"region_dir {folder.path}: uid {os.geteuid()} may not create {self.path}") from None
-        except BaseException:
-            self._folder.close()
-            raise
+        with contextlib.ExitStack() as undo:
+            self._folder = undo.enter_context(Folder(folder.path, os.dup(folder.fd)))
+            try:
+                self._lock_fd = self._folder.lock(name + LOCK)
+            except BlockingIOError:
+                raise EndpointTaken(
+                    f"{self.path} belongs to a running daemon with the same endpoint path, perhaps in another container"
+                ) from None
+            except PermissionError:
+                raise NotPermitted(f"region_dir {folder.path}: uid {os.geteuid()} may not create {self.path}") from None
+            undo.pop_all()
 
     @property
     def path(self) -> str:
@@ -173,7 +162,7 @@ class Claim:
         """Remove the region, then its lock. Existing mappings stay valid."""
         self._folder.remove(self.name + REGION)
         self._folder.remove(self.name + LOCK)
-        self._close()
+        self.release()
 
     def put_aside(self) -> str:
         """Rename the region so that no daemon uses it again, and return its path; "" if it had to be removed."""
@@ -188,10 +177,6 @@ class Claim:
     def release(self) -> None:
         """Release the lock; both files stay. Calling it again does nothing."""
         if self._lock_fd >= 0:
-            self._close()
-
-    def _close(self) -> None:
-        if self._lock_fd >= 0:
             os.close(self._lock_fd)
-        self._lock_fd = -1
-        self._folder.close()
+            self._lock_fd = -1
+            self._folder.close()

@@ -33,7 +33,6 @@ class SessionFiles:
 
     @property
     def folder(self) -> str:
-        """The folder's path."""
         return self._outer.path_of(self._name)
 
     def make(self, session: int) -> tuple[int, str]:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from kvcache_proto.endpoint import socket_path
 from kvcache_proto.errors import ConfigError, EndpointTaken, NotPermitted, RegionError
-from kvcache_proto.region import HEADER, RegionRows, found_geometry, is_given_up, plan_geometry
+from kvcache_proto.region import HEADER, RegionRows, found_geometry, is_given_up
 from kvcache_proto.sizes import format_size
 from kvcache_proto.types import PoolGeometry
 from kvcache_server.config import Config
@@ -21,7 +21,7 @@ from kvcache_server.core.cache import Cache
 from kvcache_server.core.journal import Manifest, SessionOpened
 from kvcache_server.storage.checksum_file import open_sums
 from kvcache_server.storage.folder import Folder, file_of
-from kvcache_server.storage.region_file import Progress, Region, check_room, create_region, map_region
+from kvcache_server.storage.region_file import Progress, Region, check_room, create_region, geometry_for, map_region
 from kvcache_server.storage.region_names import REGION, Claim, RegionFolder
 from kvcache_server.storage.session_locks import SessionFiles
 from kvcache_server.storage.state_file import ASIDE, NEW, StateFile, read_state
@@ -74,149 +74,115 @@ def open_cache(config: Config, folder: Folder, fresh: bool = False, progress: Pr
     for suffix in (STATE, SUMS):
         folder.check(file_of(config.endpoint, suffix))
     with RegionFolder(config.region_dir, socket_path(config.endpoint)) as regions:
-        found: tuple[Region, Manifest] | _NoRegion
-        if fresh or not config.keep:
-            _remove_regions(config, folder, regions)
-            found = _NoRegion("fresh" if fresh else "not_kept")
-        else:
+        if config.keep and not fresh:
             found = _find_last(config, folder, regions)
-        if isinstance(found, _NoRegion):
-            opened = _start_empty(config, folder, regions, files, progress, found.why)
-            if found.put_aside:
-                opened.cache.counters["regions_put_aside"] += found.put_aside
-            return opened
-    return _resume(config, folder, files, *found)
-
-
-def _resume(config: Config, folder: Folder, files: SessionFiles, region: Region, manifest: Manifest) -> WarmStart:
-    """Return the cache of the previous daemon."""
-
-    from kvcache_server.core.recovery.snapshot import Snapshot  # imports numpy, which an empty daemon does without
-
-    began = time.monotonic()
-    try:
-        manifest.epoch += 1
-        disconnected = {
-            number: opened for number, opened in manifest.sessions.items() if any(map(files.locked, opened.files))
-        }
-        files.keep([name for opened in disconnected.values() for name in opened.files])
-        state = _open_state(config, folder, region, manifest)
-        gc.disable()  # millions of blocks are created, and none is garbage
-        cache = Cache(
-            *(region.buffer, region.geometry, config.limits()),
-            epoch=manifest.epoch,
-            secret=secrets.token_bytes(16),
-            ready_pages=region.ready_pages,
-        )
-        cache.restore(
-            Snapshot(RegionRows(region.buffer, region.geometry), manifest, set(disconnected)), time.monotonic()
-        )
-        for record in cache.effects.take()[0]:
-            state.note(record)
-        _keep_checksums(config, folder, cache)
-    except BaseException:
-        region.close(keep=True)
-        raise
-    finally:
-        gc.enable()
-    found = cache.counters
-    log.info(
-        "found %s blocks of the last daemon in %s after %.2f s; %d of its sessions live, %d saves are in progress",
-        *(f"{found['blocks_recovered']:,}", region.path, time.monotonic() - began),
-        *(len(disconnected), found["reservations_recovered"]),
-        extra={"fields": {"event": "recovered", **found}},
-    )
-    _share_counters(state, cache)
-    return WarmStart(region, state, files, cache, disconnected)
-
-
-def _start_empty(
-    config: Config, folder: Folder, regions: RegionFolder, files: SessionFiles, progress: Progress | None, why: str
-) -> WarmStart:
-    """Return a new, empty cache; `why` is the reason that it is empty."""
-    _make_room(config, regions)
-    region = create_region(
-        config.region_dir,
-        config.size,
+        else:
+            _remove_regions(config, folder, regions)
+            found = _Found(why="fresh" if fresh else "not_kept")
+        if found.region is None:
+            _make_room(config, regions)
+    region = found.region or create_region(
+        *(config.region_dir, config.size),
         socket_path=socket_path(config.endpoint),
         page_size=config.page_size,
         lock=config.lock,
         huge_pages=config.huge_pages,
         progress=progress,
     )
+    resumes, manifest = found.manifest is not None, found.manifest or Manifest(region.geometry.region_id)
     try:
-        files.keep(())
+        if resumes:
+            manifest.epoch += 1
+        disconnected = {
+            number: opened for number, opened in manifest.sessions.items() if any(map(files.locked, opened.files))
+        }
+        files.keep([name for opened in disconnected.values() for name in opened.files])
         # First the manifest, then the region's header: a region without a header was never used.
-        state = _open_state(config, folder, region, Manifest(region.geometry.region_id))
+        rows = RegionRows(region.buffer, region.geometry)
+        state = StateFile(folder, file_of(config.endpoint, STATE), manifest, rows.give_up)
         cache = Cache(
-            *(region.buffer, region.geometry, config.limits(), secrets.randbits(63)),
+            *(region.buffer, region.geometry, config.limits()),
+            seed=0 if resumes else secrets.randbits(63),
+            epoch=manifest.epoch,
             secret=secrets.token_bytes(16),
             ready_pages=region.ready_pages,
         )
-        _keep_checksums(config, folder, cache)
+        if resumes:
+            _restore(cache, region, state, set(disconnected))
+        if (sums := open_sums(folder, file_of(config.endpoint, SUMS), cache.geometry, cache.epoch)) is not None:
+            cache.keep_checksums(sums)
     except BaseException:
-        region.close(keep=False)
+        region.close(keep=resumes)
         raise
-    _share_counters(state, cache)
-    return WarmStart(region, state, files, cache, {}, why)
-
-
-def _open_state(config: Config, folder: Folder, region: Region, manifest: Manifest) -> StateFile:
-    rows = RegionRows(region.buffer, region.geometry)
-    return StateFile(folder, file_of(config.endpoint, STATE), manifest, rows.give_up)
-
-
-def _keep_checksums(config: Config, folder: Folder, cache: Cache) -> None:
-    checksums = open_sums(folder, file_of(config.endpoint, SUMS), cache.geometry, cache.epoch)
-    if checksums is not None:
-        cache.keep_checksums(checksums)
-
-
-def _share_counters(state: StateFile, cache: Cache) -> None:
-    """Make the state file count in the cache's counters, and add its counts so far."""
+    if found.put_aside:
+        cache.counters["regions_put_aside"] += found.put_aside
     cache.counters.update(state.counters)
     state.counters = cache.counters
+    return WarmStart(region, state, files, cache, disconnected, found.why)
+
+
+def _restore(cache: Cache, region: Region, state: StateFile, disconnected: set[int]) -> None:
+    """Restore the previous daemon's cache."""
+    from kvcache_server.core.recovery.snapshot import Snapshot  # imports numpy, which an empty daemon does without
+
+    began = time.monotonic()
+    gc.disable()  # millions of blocks are created, and none is garbage
+    try:
+        cache.restore(
+            Snapshot(RegionRows(region.buffer, region.geometry), state.manifest, disconnected), time.monotonic()
+        )
+        for record in cache.effects.take()[0]:
+            state.note(record)
+    finally:
+        gc.enable()
+    counters = cache.counters
+    log.info(
+        "found %s blocks of the last daemon in %s after %.2f s; %d of its sessions live, %d saves are in progress",
+        *(f"{counters['blocks_recovered']:,}", region.path, time.monotonic() - began),
+        *(len(disconnected), counters["reservations_recovered"]),
+        extra={"fields": {"event": "recovered", **counters}},
+    )
 
 
 def _make_room(config: Config, regions: RegionFolder) -> None:
     """Remove regions that were put aside if there is no room for a new one."""
-    wanted = _wanted(config, bytes(16))
     try:
-        check_room(config.region_dir, wanted.region_bytes)
+        check_room(config.region_dir, geometry_for(bytes(16), config.size, config.page_size).region_bytes)
     except RegionError:
         if removed := regions.remove_aside():
             log.warning("removed %d regions that were put aside, to make room for a new one", removed)
 
 
-def _wanted(config: Config, region_id: bytes) -> PoolGeometry:
-    """Return the configured geometry for a region with that id. Raises ConfigError for impossible sizes."""
-    try:
-        return plan_geometry(region_id, config.size, config.page_size)
-    except RegionError as error:
-        raise ConfigError(f"size: {error}") from None
-
-
 # The previous daemon's files.
 
 
-class _NoRegion(NamedTuple):
-    """No region can be used: the reason, and the number of regions put aside."""
+class _Found(NamedTuple):
+    """The previous daemon's region and manifest; or the reason that there are none, and the regions put aside."""
 
-    why: str
+    region: Region | None = None
+    manifest: Manifest | None = None
+    why: str = ""
     put_aside: int = 0
 
 
-class _FoundRegion(NamedTuple):
-    """An existing region. `geometry` is None if it is unusable; `distrust` is the reason if that is suspicious."""
+class _Candidate(NamedTuple):
+    """An existing region.
+
+    Attributes:
+        geometry: its geometry, None if it is unusable.
+        why: the reason, as the cause of misses, that it is not used, and `notice` for the log, if it is worth a line.
+        doubt: the reason that it cannot be trusted, or "".
+    """
 
     claim: Claim
-    geometry: PoolGeometry | None
-    given_up: bool = False
-    distrust: str = ""
+    geometry: PoolGeometry | None = None
+    why: str = "first"
+    notice: str = ""
+    doubt: str = ""
 
 
-def _find_last(config: Config, folder: Folder, regions: RegionFolder) -> tuple[Region, Manifest] | _NoRegion:
-    """Return the region and manifest of the previous daemon, or the reason why they do not exist or cannot be used.
+def _find_last(config: Config, folder: Folder, regions: RegionFolder) -> _Found:
+    """Find the region and the manifest of the previous daemon.
 
     Raises EndpointTaken if a running daemon holds the region, RegionError if it cannot be trusted and `strict` is set.
     """
@@ -225,31 +191,34 @@ def _find_last(config: Config, folder: Folder, regions: RegionFolder) -> tuple[R
         found = []
         for claim in _claims(regions, manifest):
             held.callback(claim.release)
-            found.append(_examined(regions, claim))
+            found.append(_examined(regions, claim, manifest, broken))
         regions.tidy()
         for each in found:
-            if manifest is not None and each.geometry == _wanted(config, manifest.region):
-                region = map_region(each.claim, each.geometry)
-                for other in found:
-                    if other is not each:
-                        log.warning("%s is not the last daemon's region: it is discarded", other.claim.path)
-                        other.claim.remove()
-                held.pop_all()
-                return region, manifest
-        why, doubtful = "first", []
+            if manifest is None or each.geometry != geometry_for(manifest.region, config.size, config.page_size):
+                continue
+            region = map_region(each.claim, each.geometry)
+            for other in found:
+                if other is not each:
+                    log.warning("%s is not the last daemon's region: it is discarded", other.claim.path)
+                    other.claim.remove()
+            held.pop_all()
+            return _Found(region, manifest)
+        why, doubtful = "first", 0
         for each in found:
-            distrust = _distrust(each, manifest, broken)
-            if distrust and config.strict:
-                raise RegionError(f"{each.claim.path}: {distrust}; `kvcache-server serve --fresh` discards it")
-            if distrust:
-                doubtful.append(each)
-                _put_aside(regions, each.claim, distrust)
-            else:
-                why = _dismiss(each, manifest)
-        if doubtful:
-            _put_state_aside(folder, file_of(config.endpoint, STATE))
-            why = "distrusted"
-    return _NoRegion(why, len(doubtful))
+            if each.doubt and config.strict:
+                raise RegionError(f"{each.claim.path}: {each.doubt}; `kvcache-server serve --fresh` discards it")
+            if each.doubt:
+                doubtful += 1
+                _put_aside(regions, each.claim, each.doubt)
+                continue
+            if each.notice:
+                log.warning("%s: it is discarded", each.notice)
+            each.claim.remove()
+            why = each.why
+    if doubtful:
+        _put_state_aside(folder, file_of(config.endpoint, STATE))
+        why = "distrusted"
+    return _Found(why=why, put_aside=doubtful)
 
 
 def _manifest(config: Config, folder: Folder) -> tuple[Manifest | None, str]:
@@ -270,50 +239,32 @@ def _claims(regions: RegionFolder, manifest: Manifest | None) -> Iterator[Claim]
                 geometry = found_geometry(memoryview(regions.header(name)[0]))
                 if manifest is not None and geometry is not None and geometry.region_id == manifest.region:
                     raise
-            log.info("%s belongs to a running daemon: it is ignored", regions.folder.path_of(name + REGION))
+            log.info("%s belongs to a running daemon: it is ignored", regions.path_of(name + REGION))
         except (ConfigError, NotPermitted) as error:
-            log.warning("%s is ignored: %s", regions.folder.path_of(name + REGION), error)
+            log.warning("%s is ignored: %s", regions.path_of(name + REGION), error)
 
 
-def _examined(regions: RegionFolder, claim: Claim) -> _FoundRegion:
+def _examined(regions: RegionFolder, claim: Claim, manifest: Manifest | None, broken: str) -> _Candidate:
+    """Judge a region; `broken` is the fault in the state file."""
     header, size = regions.header(claim.name)
-    if size < HEADER:
-        return _FoundRegion(claim, None)  # a daemon was killed while creating it
+    if size < HEADER:  # a daemon was killed while creating it
+        return _Candidate(claim)
     try:
         geometry = found_geometry(memoryview(header))
         if geometry is not None and geometry.region_bytes != size:
             raise RegionError(f"a file of {size} bytes for a region of {geometry.region_bytes}")
     except RegionError as error:
-        return _FoundRegion(claim, None, distrust=str(error))
-    return _FoundRegion(claim, geometry, given_up=is_given_up(memoryview(header)))
-
-
-def _distrust(found: _FoundRegion, manifest: Manifest | None, broken: str) -> str:
-    """Return the reason that a region cannot be trusted, or ""; `broken` is the fault in the state file."""
-    if found.geometry is None:
-        return found.distrust
-    if manifest is not None and manifest.region != found.geometry.region_id:
-        return "the state file belongs to another region"
-    return broken
-
-
-def _dismiss(found: _FoundRegion, manifest: Manifest | None) -> str:
-    """Remove an unusable region; return the reason, as the cause of misses."""
-    path, why = found.claim.path, "first"
-    if found.given_up:
-        why = "no_state"
-        log.warning("the last daemon could not keep the state file of %s: it is discarded", path)
-    elif found.geometry is not None and manifest is None:
-        why = "no_state"
-        log.warning("%s has no state file: it is discarded", path)
-    elif found.geometry is not None:
-        why = "resized"
-        log.warning(
-            "the last daemon's region of %s was made for another size or page_size: it is discarded",
-            format_size(found.geometry.region_bytes),
-        )
-    found.claim.remove()
-    return why
+        return _Candidate(claim, doubt=str(error))
+    if is_given_up(memoryview(header)):
+        return _Candidate(claim, None, "no_state", f"the last daemon could not keep the state file of {claim.path}")
+    if geometry is None:
+        return _Candidate(claim)
+    if manifest is None:
+        return _Candidate(claim, geometry, "no_state", f"{claim.path} has no state file", broken)
+    if manifest.region != geometry.region_id:
+        return _Candidate(claim, geometry, doubt="the state file belongs to another region")
+    made = f"the last daemon's region of {format_size(geometry.region_bytes)} was made for another size or page_size"
+    return _Candidate(claim, geometry, "resized", made)
 
 
 def _put_aside(regions: RegionFolder, claim: Claim, distrust: str) -> None:

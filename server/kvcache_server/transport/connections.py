@@ -10,8 +10,8 @@ from __future__ import annotations
 import abc
 import asyncio
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Generic, TypeVar, cast
 
 from kvcache_server.transport.zmtp import GREETING, ROUTER, Receiver, Role, headers
@@ -74,12 +74,12 @@ class ZmtpConnection(asyncio.Protocol):
         transport = self._transport
         if transport is None:
             return
-        before = headers(parts)
-        if len(parts[-1]) < LONG:
-            transport.write(b"".join(each for pair in zip(before, parts, strict=True) for each in pair))
-            return
-        transport.write(b"".join(each for pair in zip(before, parts[:-1], strict=False) for each in pair) + before[-1])
-        transport.write(parts[-1])
+        *head, last = (piece for pair in zip(headers(parts), parts, strict=True) for piece in pair)
+        if len(last) < LONG:
+            transport.write(b"".join((*head, last)))
+        else:
+            transport.write(b"".join(head))
+            transport.write(last)
 
     def send_answers(self) -> None:
         """Send the protocol's own answers, such as READY and PONG."""
@@ -107,6 +107,7 @@ class ZmtpServer(abc.ABC, Generic[C]):
     def __init__(self, loop: asyncio.AbstractEventLoop, answered: Callable[[], None] = lambda: None) -> None:
         """`answered()` is called after each time slice."""
         self.loop, self._answered = loop, answered
+        self.cuts: Counter[str] = Counter()  # refused and terminated connections, by reason
         self._waiting: deque[C] = deque()  # connections with messages that did not fit in a slice; each once
         self._slice = self._until = 0.0  # the loop's time at which the slice began; when it ends
 
@@ -121,6 +122,17 @@ class ZmtpServer(abc.ABC, Generic[C]):
     @abc.abstractmethod
     def _take(self, connection: C, until: float) -> bool:
         """Answer messages until `until`, at least one. Return whether there may be more."""
+
+    def count(self, reason: str) -> None:
+        """Count a connection that was refused or terminated."""
+        self.cuts[reason] += 1
+
+    def close_all(self, connections: Iterable[C]) -> None:
+        """Close connections, and ignore further messages from them. The loop must not be running."""
+        for connection in list(connections):
+            connection.cut = True
+            connection.close()
+        self.loop.run_until_complete(asyncio.sleep(0))  # sends unsent messages, and closes descriptors
 
     def received(self, connection: C) -> None:
         """Answer received messages, now or when it is the connection's turn."""

@@ -15,7 +15,7 @@ import socket
 import stat
 import struct
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any, NamedTuple, TypeVar
 
 from kvcache_proto.errors import ConfigError, EndpointTaken, NotPermitted
@@ -30,7 +30,6 @@ _ENTRY = struct.Struct("<HHI")
 _OWNER, _USER, _OWNING_GROUP, _GROUP, _MASK, _OTHER = 1, 2, 4, 8, 16, 32
 _READ_WRITE = 6  # to connect is to write; ls shows both
 _NOBODY = 0xFFFFFFFF  # in entries without an id
-
 
 MAX_ACCEPTS = 16  # connections accepted in one iteration of the loop
 REFUSED_PAUSE = 0.005  # seconds after a refused connection: its peer may retry at once
@@ -144,8 +143,8 @@ class Acceptor:
             self._loop.add_reader(self._socket, self._accept)
 
 
-class Listener:
-    """A listening Unix socket at a path, and the users that may connect to it."""
+class Listener(Acceptor):
+    """A listening Unix socket at `path`, and the users that may connect to it."""
 
     def __init__(
         self,
@@ -162,25 +161,42 @@ class Listener:
         Raises EndpointTaken, ConfigError, NotPermitted, OSError.
         """
         listener = _listen(path, endpoint)
-        self.socket_file = SocketFile(path)
+        self.path = path
+        self._found = os.lstat(path)
         self.allow_users((), ())
-        self._acceptor = Acceptor(loop, listener, path, lambda sock, _: enter(sock, peer_of(sock)), count, rate)
-        self.connect = self._acceptor.connect
+        super().__init__(loop, listener, path, lambda sock, _: enter(sock, peer_of(sock)), count, rate)
 
     def allow_users(self, uids: tuple[int, ...], gids: tuple[int, ...]) -> None:
         """Allow only these users and groups, and our own, to connect from now on. Raises OSError."""
-        set_access(self.socket_file.path, uids, gids)
+        set_access(self.path, uids, gids)
         self._uids = {os.geteuid(), *uids}
-        self._gids = {os.stat(self.socket_file.path).st_gid, *gids}
+        self._gids = {os.stat(self.path).st_gid, *gids}
 
     def allows(self, peer: Peer) -> bool:
         """Return whether `peer` may connect. The kernel checks this, too, if there are access control lists."""
         return peer.uid in self._uids or not self._gids.isdisjoint(peer.groups)
 
+    def admit(self, sock: socket.socket, peer: Peer, protocol: Callable[[], asyncio.BaseProtocol]) -> bool:
+        """Let `protocol()` serve the connection if `peer` may connect; otherwise close it. Return whether it may."""
+        if self.allows(peer):
+            self.connect(sock, protocol)
+            return True
+        self._count("not_permitted")
+        sock.close()
+        return False
+
+    def is_ours(self) -> bool:
+        """Return whether the path still leads to this socket: it was neither removed nor replaced."""
+        try:
+            return os.path.samestat(self._found, os.lstat(self.path))
+        except OSError:
+            return False
+
     def close(self) -> None:
-        """Stop accepting and remove the file. Calling it again does nothing."""
-        self._acceptor.close()
-        self.socket_file.remove()
+        """Stop accepting, and remove the file unless it was replaced. Calling it again does nothing."""
+        super().close()
+        if self.is_ours():
+            os.unlink(self.path)
 
 
 Member = TypeVar("Member")
@@ -208,15 +224,16 @@ def _listen(path: str, endpoint: str) -> socket.socket:
         except (BlockingIOError, TimeoutError):  # a listener that does not accept
             raise EndpointTaken(f"another process serves {endpoint}: stop it or choose another endpoint") from None
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+    umask = os.umask(0o177)  # for its owner only
     try:
-        with private():
-            listener.bind(path)
-    except PermissionError:
+        listener.bind(path)
+    except OSError as error:
         listener.close()
-        raise NotPermitted(f"endpoint {endpoint}: uid {os.geteuid()} may not create {path}") from None
-    except OSError:
-        listener.close()
+        if isinstance(error, PermissionError):
+            raise NotPermitted(f"endpoint {endpoint}: uid {os.geteuid()} may not create {path}") from None
         raise
+    finally:
+        os.umask(umask)
     listener.listen(BACKLOG)
     return listener
 
@@ -231,16 +248,6 @@ def _probe(path: str, endpoint: str) -> None:
         probe.settimeout(1.0)
         probe.connect(path)
         raise EndpointTaken(f"another daemon serves {endpoint}: stop it or choose another endpoint")
-
-
-@contextlib.contextmanager
-def private() -> Iterator[None]:
-    """Create files inside for their owner only."""
-    umask = os.umask(0o177)
-    try:
-        yield
-    finally:
-        os.umask(umask)
 
 
 def set_access(path: str, uids: Iterable[int], gids: Iterable[int]) -> None:
@@ -268,23 +275,3 @@ def set_access(path: str, uids: Iterable[int], gids: Iterable[int]) -> None:
             error.strerror,
         )
         os.chmod(path, 0o666)
-
-
-class SocketFile:
-    """The file that a socket is bound to."""
-
-    def __init__(self, path: str) -> None:
-        self.path = path
-        self._found = os.lstat(path)
-
-    def is_ours(self) -> bool:
-        """Return whether the path still leads to this socket: it was neither removed nor replaced."""
-        try:
-            return os.path.samestat(self._found, os.lstat(self.path))
-        except OSError:
-            return False
-
-    def remove(self) -> None:
-        """Remove the file, unless it was replaced."""
-        if self.is_ours():
-            os.unlink(self.path)

@@ -59,9 +59,6 @@ def ready(kind: bytes) -> bytes:
     return _command(b"READY", _property(b"Socket-Type", kind) + _property(b"Identity", b""))
 
 
-READY = ready(b"ROUTER")
-
-
 def header(size: int) -> bytes:
     """Return the header of a message of `size` bytes."""
     return bytes((0, size)) if size < 256 else b"\2" + size.to_bytes(8, "big")

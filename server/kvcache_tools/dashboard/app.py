@@ -110,12 +110,12 @@ class Dashboard:
         due = loop.time()
         while True:
             try:
-                status = await self._relay.status()
+                status, report = await self._relay.status()
             except Unavailable as error:
                 self._gone(str(error))
             else:
-                self._region = status["daemon"]["region"]
-                self._history.add(time.time(), status)
+                self._region = report.daemon.region
+                self._history.add(time.time(), report)
                 self._status, self._away, self._answered = status, None, time.time()
             try:
                 self._figures = await asyncio.to_thread(self._host.figures, self._region)

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from kvcache_proto.errors import BadArgument, ConfigError, KVCacheError, NotPermitted
+from kvcache_server.storage.folder import Folder
 from kvcache_tools.dashboard import engine_fields
 
 MOST = 64 << 10  # bytes of a file
@@ -48,8 +49,8 @@ class EnvFolder:
 
     def read(self, name: str) -> tuple[str, str]:
         """Return the text and the version of a file. Raises BadArgument, NotPermitted."""
-        with _plainly(self.path / name), self._open() as folder:
-            text, _ = _read(folder, name)
+        with _plainly(self.path / name), Folder(str(self.path)) as folder:
+            text, _ = _read(folder.fd, name)
         return text, _version(text)
 
     def change(self, name: str, version: str, values: dict[str, str]) -> str:
@@ -57,24 +58,16 @@ class EnvFolder:
 
         Raises Changed if the file now has another version, BadArgument or NotPermitted; the file is then unchanged.
         """
-        with _plainly(self.path / name), self._changing, self._open() as folder:
-            before, found = _read(folder, name)
+        with _plainly(self.path / name), self._changing, Folder(str(self.path)) as folder:
+            before, found = _read(folder.fd, name)
             if _version(before) != version:
                 raise Changed(f"{self.path / name} has changed in the meantime: reload it")
             after = engine_fields.change(before, values)
             if after != before:
-                _replace(folder, name + BACKUP, before, found)
-                _replace(folder, name, after, found)
-                os.fsync(folder)
+                _replace(folder.fd, name + BACKUP, before, found)
+                _replace(folder.fd, name, after, found)
+                os.fsync(folder.fd)
         return _version(after)
-
-    @contextlib.contextmanager
-    def _open(self) -> Iterator[int]:
-        folder = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            yield folder
-        finally:
-            os.close(folder)
 
 
 @contextlib.contextmanager

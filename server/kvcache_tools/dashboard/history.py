@@ -5,8 +5,42 @@ from __future__ import annotations
 from collections import deque
 from typing import Any, NamedTuple
 
+import msgspec
+
 SECONDS = 3600  # of history
 EVERY = 2.0  # seconds between two reports
+
+
+class Daemon(msgspec.Struct):
+    pid: int
+    region: str
+
+
+class Pool(msgspec.Struct):
+    region_id: str
+    used_bytes: int
+
+
+class Namespace(msgspec.Struct):
+    id: str
+    lost_blocks: int
+    saved_bytes: int
+
+
+class Report(msgspec.Struct):
+    """The part of a daemon's report that the dashboard itself reads; the page reads more, if present."""
+
+    daemon: Daemon
+    life: int
+    pool: Pool
+    counters: dict[str, int]
+    namespaces: list[Namespace]
+    told: dict[str, int] = {}
+
+    @property
+    def process(self) -> tuple[int, int, str]:
+        """The identity of the daemon's process: counters restart from 0 with it."""
+        return self.daemon.pid, self.life, self.pool.region_id
 
 
 class Point(NamedTuple):
@@ -32,30 +66,29 @@ class History:
     def __init__(self, most: int = round(SECONDS / EVERY)) -> None:
         self._points: deque[Point] = deque(maxlen=most)
         self._made = 0
-        self._last: tuple[float, dict[str, Any]] | None = None
+        self._last: tuple[float, Report] | None = None
 
-    def add(self, at: float, report: dict[str, Any]) -> None:
+    def add(self, at: float, report: Report) -> None:
         """Add a report received at `at`. The first one of a daemon makes no point: there is none to compare with."""
-        before, self._last = self._last, (at, report)
-        if before is None or at <= before[0] or _process(before[1]) != _process(report):
+        last, self._last = self._last, (at, report)
+        if last is None or at <= last[0] or last[1].process != report.process:
             return
-        counters, earlier = report["counters"], before[1]["counters"]
+        before = last[1]
 
         def counted(name: str) -> int:
-            gained: int = counters.get(name, 0) - earlier.get(name, 0)
-            return gained
+            return report.counters.get(name, 0) - before.counters.get(name, 0)
 
         self._points.append(
             Point(
                 at=round(at, 3),
-                seconds=round(at - before[0], 3),
+                seconds=round(at - last[0], 3),
                 requested_blocks=counted("blocks_requested"),
                 hit_blocks=counted("blocks_hit"),
-                lost_blocks=_gained(before[1], report, "lost_blocks"),
-                loaded_bytes=_told(report, "loaded_bytes") - _told(before[1], "loaded_bytes"),
-                saved_bytes=_gained(before[1], report, "saved_bytes"),
+                lost_blocks=_gained(before, report, "lost_blocks"),
+                loaded_bytes=report.told.get("loaded_bytes", 0) - before.told.get("loaded_bytes", 0),
+                saved_bytes=_gained(before, report, "saved_bytes"),
                 evicted_blocks=counted("blocks_evicted"),
-                used_bytes=report["pool"]["used_bytes"],
+                used_bytes=report.pool.used_bytes,
             )
         )
         self._made += 1
@@ -69,17 +102,7 @@ class History:
         return {"fields": Point._fields, "points": points, "next": self._made}
 
 
-def _process(report: dict[str, Any]) -> tuple[Any, ...]:
-    """Return the identity of the daemon's process: counters restart from 0 with it."""
-    return report["daemon"]["pid"], report["life"], report["pool"]["region_id"]
-
-
-def _told(report: dict[str, Any], name: str) -> int:
-    told: int = report["told"].get(name, 0)
-    return told
-
-
-def _gained(before: dict[str, Any], report: dict[str, Any], name: str) -> int:
+def _gained(before: Report, report: Report, name: str) -> int:
     """Return the increase summed over namespaces: those that are gone count as 0, new ones in full."""
-    earlier = {space["id"]: space[name] for space in before["namespaces"]}
-    return sum(max(0, space[name] - earlier.get(space["id"], 0)) for space in report["namespaces"])
+    earlier = {space.id: getattr(space, name) for space in before.namespaces}
+    return sum(max(0, getattr(space, name) - earlier.get(space.id, 0)) for space in report.namespaces)

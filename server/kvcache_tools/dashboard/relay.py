@@ -12,36 +12,10 @@ import aiohttp
 import msgspec
 
 from kvcache_proto.errors import ConfigError, Unavailable
+from kvcache_tools.dashboard.history import Report
 
 SECONDS = 10.0
 MOST = 32 << 20  # bytes of an answer
-
-
-class _Daemon(msgspec.Struct):
-    pid: int
-    region: str
-
-
-class _Pool(msgspec.Struct):
-    region_id: str
-    used_bytes: int
-
-
-class _Space(msgspec.Struct):
-    id: str
-    lost_blocks: int
-    saved_bytes: int
-
-
-class _Report(msgspec.Struct):
-    """The part of a report that the dashboard itself reads; the page reads more, if present."""
-
-    daemon: _Daemon
-    life: int
-    pool: _Pool
-    counters: dict[str, int]
-    namespaces: list[_Space]
-    told: dict[str, int] = {}
 
 
 class Relay:
@@ -75,17 +49,16 @@ class Relay:
         if self._session is not None:
             await self._session.close()
 
-    async def status(self) -> dict[str, Any]:
-        """Return all figures. Raises Unavailable."""
+    async def status(self) -> tuple[dict[str, Any], Report]:
+        """Return all figures, and those that the dashboard itself reads. Raises Unavailable."""
         code, body = await self._ask("GET", "/api/v1/status", b"", {})
         if code != 200:
             raise Unavailable(f"it answers /api/v1/status with {code}")
         try:
             found = msgspec.json.decode(body, type=dict[str, Any])
-            msgspec.convert(found, _Report)
+            return found, msgspec.convert(found, Report)
         except (msgspec.MsgspecError, RecursionError) as error:  # RecursionError: brackets nested without end
             raise Unavailable(f"not the answer of a kvcache-server of this version: {error}") from None
-        return found
 
     async def post(self, path: str, body: bytes, authorization: str) -> tuple[int, bytes]:
         """Forward an action with the visitor's `Authorization` header; return status and body. Raises Unavailable."""

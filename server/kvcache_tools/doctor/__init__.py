@@ -11,16 +11,14 @@ import collections
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
 
 import click
 import msgspec
 
 from kvcache_server.config import Config, load
 from kvcache_tools.doctor import endpoint, host, software
-from kvcache_tools.doctor.check_result import CheckResult
+from kvcache_tools.doctor.check_result import CheckResult, describe, summary
 from kvcache_tools.doctor.child import ask
-from kvcache_tools.doctor.table import describe, summary
 
 Check = Callable[[Config], Iterable[CheckResult]]
 
@@ -54,7 +52,12 @@ def examine(section: str, config: Config) -> Iterator[CheckResult]:
             )
 
 
-@click.command(name="doctor", help=__doc__, short_help="Check whether this host can run the cache, and how fast.")
+@click.command(
+    name="doctor",
+    help=__doc__,
+    short_help="Check whether this host can run the cache, and how fast.",
+    epilog=f"Sections, by default all: {', '.join(SECTIONS)}. Exit codes: 0 nothing failed, 1 something failed.",
+)
 @click.argument("sections", nargs=-1, type=click.Choice([*SECTIONS]), metavar="[SECTION]...")
 @click.option("--endpoint", metavar="ENDPOINT", help="The daemon's endpoint.  [default: as for serve]")
 @click.option("--config", "path", metavar="FILE", help="The daemon's TOML file, for endpoint, size and region_dir.")
@@ -75,13 +78,9 @@ def command(
             if not as_json:
                 click.echo(describe(result))
     every = [result for results in found.values() for result in results]
-    click.echo(json.dumps(_plain(found), indent=2) if as_json else "\n" + summary(every))
+    if as_json:
+        verdicts = collections.Counter(result.verdict for result in every)
+        click.echo(json.dumps({"sections": msgspec.to_builtins(found), "verdicts": verdicts}, indent=2))
+    else:
+        click.echo("\n" + summary(every))
     context.exit(1 if any(result.verdict == "failed" for result in every) else 0)
-
-
-command.epilog = f"Sections, by default all: {', '.join(SECTIONS)}. Exit codes: 0 nothing failed, 1 something failed."
-
-
-def _plain(found: dict[str, list[CheckResult]]) -> dict[str, Any]:
-    counts = collections.Counter(result.verdict for results in found.values() for result in results)
-    return {"sections": msgspec.to_builtins(found), "verdicts": dict(counts)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import stat
 import statistics
-import time
+import timeit
 from collections.abc import Iterator
 
 from kvcache_proto import __version__
@@ -15,7 +15,7 @@ from kvcache_proto.region import plan_geometry
 from kvcache_proto.sizes import format_size
 from kvcache_server.admin_client import AdminClient
 from kvcache_server.config import Config
-from kvcache_server.storage.folder import check_folder
+from kvcache_server.storage.folder import open_folder
 from kvcache_server.storage.region_file import check_room
 from kvcache_tools.doctor.check_result import CheckResult, CheckVerdict
 from kvcache_tools.doctor.child import ask
@@ -28,14 +28,15 @@ def daemon(config: Config) -> Iterator[CheckResult]:
     try:
         with AdminClient(config.endpoint, "doctor") as admin:
             figures = admin.status()
-            seconds = [_ping(admin) for _ in range(PINGS)]
+            seconds = timeit.repeat(admin.ping, number=1, repeat=PINGS)
             size = admin.geometry.region_bytes
     except Unavailable as error:
         # At the default endpoint a missing daemon is no failure: perhaps this host has none yet.
         wanted = config.endpoint != default_endpoint({key: os.environ[key] for key in os.environ.keys() - _NAMED})
         here = wanted or os.path.exists(config.endpoint.removeprefix("ipc://"))
         verdict: CheckVerdict = "failed" if here else "untested"
-        yield CheckResult("daemon", verdict, *_parted(error))
+        message, _, cure = str(error).partition(": ")
+        yield CheckResult("daemon", verdict, message, cure)
         yield _folder(config, verdict)
         yield _room(config)
         return
@@ -64,18 +65,6 @@ def daemon(config: Config) -> Iterator[CheckResult]:
 _NAMED = {"KVCACHE_ENDPOINT"}
 
 
-def _ping(admin: AdminClient) -> float:
-    begin = time.perf_counter()
-    admin.ping()
-    return time.perf_counter() - begin
-
-
-def _parted(error: KVCacheError) -> tuple[str, str]:
-    """Return the message and the remedy in it."""
-    what, _, cure = str(error).partition(": ")
-    return what, cure
-
-
 def _folder(config: Config, bad: CheckVerdict) -> CheckResult:
     """Check whether a daemon of this user could create its sockets, and their folder if it is missing."""
     folder, name = os.path.dirname(socket_path(config.endpoint)), "endpoint's folder"
@@ -90,7 +79,7 @@ def _folder(config: Config, bad: CheckVerdict) -> CheckResult:
     if above != folder:
         return CheckResult(name, "ok", f"`serve` will create {folder}")
     try:
-        check_folder(folder)
+        open_folder(folder).close()
     except NotPermitted as error:
         return CheckResult(name, bad, str(error), cure)
     found = os.stat(folder)

@@ -16,8 +16,7 @@ from kvcache_proto.sizes import format_size, parse_size
 from kvcache_server.core.eviction.policy import POLICIES, WORTH
 from kvcache_tools.plan import load_config
 from kvcache_tools.plan.figures import Options, figures
-from kvcache_tools.replay.bounds import distinct
-from kvcache_tools.replay.simulation import ROUTINGS, Setup, replay, size_for
+from kvcache_tools.replay.simulation import ROUTINGS, Setup, distinct, replay, size_for
 from kvcache_tools.replay.trace import BLOCK_TOKENS, read_trace
 
 BAR = 60  # characters of a hit ratio of 100 %
@@ -140,7 +139,6 @@ def _block_bytes(model: str | None, tp: int, kv_dtype: str, block_bytes: str | N
 
 
 def describe(found: Mapping[str, Any], name: str, sized: bool) -> Iterator[str]:
-    """Yield the lines of the result as text."""
     engines = found["engines"]
     whole = f", {format_size(found['distinct_blocks'] * found['block_bytes'])}" if sized else ""
     yield (

@@ -1,9 +1,10 @@
-"""Runs a trace against daemons of several sizes, shared by all engines and private to each. Pure, except for the clock
-that is passed in."""
+"""Runs a trace against daemons of several sizes, shared by all engines and private to each; and upper bounds for any
+cache. Pure, except for the clock that is passed in."""
 
 from __future__ import annotations
 
 import contextlib
+import heapq
 import statistics
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -14,11 +15,11 @@ import msgspec
 from kvcache_proto.errors import ConfigError
 from kvcache_server.core.eviction.policy import WORTH
 from kvcache_tools.plan.room import Room, room
-from kvcache_tools.replay.bounds import distinct, optimum
 from kvcache_tools.replay.simulated_daemon import SimulatedDaemon, block_hash
 from kvcache_tools.replay.trace import TraceRequest
 
 ROUTINGS = ("round-robin", "prefix")
+_NEVER = 1 << 62
 
 
 class Setup(msgspec.Struct, frozen=True):
@@ -86,6 +87,9 @@ def replay(
     different = distinct(requests)
     prompts = [[block_hash(block) for block in request.blocks] for request in requests]
     engines = routes(requests, setup)
+    load: Counter[int] = Counter()  # blocks that each engine requests
+    for request, engine in zip(requests, engines, strict=True):
+        load[engine] += len(request.blocks)
     rooms = [make_rooms(size, setup) for size in sorted(sizes)]
     rows = []
     for whole, part in rooms:
@@ -119,20 +123,12 @@ def replay(
         "distinct_blocks": different,
         "engines": setup.engines,
         "routing": setup.routing,
-        "busiest": _busiest(requests, engines) / asked,
+        "busiest": max(load.values()) / asked,
         "block_bytes": setup.block_bytes,
         "block_tokens": setup.block_tokens,
         "unlimited": (asked - different) / asked,
         "rows": rows,
     }
-
-
-def _busiest(requests: Sequence[TraceRequest], engines: Sequence[int]) -> int:
-    """Return the maximum number of blocks that one engine requests."""
-    load: Counter[int] = Counter()
-    for request, engine in zip(requests, engines, strict=True):
-        load[engine] += len(request.blocks)
-    return max(load.values())
 
 
 def play(
@@ -150,3 +146,43 @@ def play(
         hits += found
         times.append(seconds)
     return hits, times
+
+
+# Upper bounds: unlimited memory, and an optimal eviction policy.
+
+
+def distinct(requests: Sequence[TraceRequest]) -> int:
+    """Return the number of distinct blocks: with unlimited memory, each misses once."""
+    return len({block for request in requests for block in request.blocks})
+
+
+def optimum(requests: Sequence[TraceRequest], blocks: int) -> int:
+    """Return the maximum number of hits of a cache of `blocks` blocks if the whole trace is known beforehand.
+
+    The optimum is Belady's: keep the blocks that are requested again soonest. A block is only useful together with
+    those before it, which that rule respects: every request for a block also requests those before it, so their next
+    use is never later; of blocks with the same next use, the deepest is evicted first. Hence the optimum for single
+    blocks is also one for prefixes, and an upper bound for any cache of the same size that does not know the future.
+    """
+    following: dict[int | str, int] = {}
+    uses: list[list[int]] = []  # for each block of each request: the next request with it
+    for number in range(len(requests) - 1, -1, -1):
+        asked = requests[number].blocks
+        uses.append([following.get(block, _NEVER) for block in asked])
+        following.update(dict.fromkeys(asked, number))
+    uses.reverse()
+    kept: dict[int | str, int] = {}
+    # A heap: latest next use first, then deepest; no blocks are compared.
+    last: list[tuple[int, int, int, int | str]] = []
+    hits = 0
+    for number, (request, next_uses) in enumerate(zip(requests, uses, strict=True)):
+        for depth, (block, use) in enumerate(zip(request.blocks, next_uses, strict=True)):
+            hits += kept.pop(block, None) is not None
+            if use != _NEVER:
+                kept[block] = use
+                heapq.heappush(last, (-use, -depth, number, block))
+        while len(kept) > blocks:
+            use, _, _, block = heapq.heappop(last)
+            if kept.get(block) == -use:
+                del kept[block]
+    return hits

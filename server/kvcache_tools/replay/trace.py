@@ -7,10 +7,11 @@ mean equal prefixes. `engine`, if present, names the engine that served the requ
 from __future__ import annotations
 
 import gzip
-import json
 import zlib
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Annotated, Any, NamedTuple
+
+import msgspec
 
 from kvcache_proto.errors import ConfigError
 from kvcache_proto.types import MAX_HASHES
@@ -18,6 +19,16 @@ from kvcache_proto.types import MAX_HASHES
 BLOCK_TOKENS = 512  # of Mooncake's own traces
 MAX_LINE = 16 << 20  # bytes: enough for MAX_HASHES ids
 _GZIP = b"\x1f\x8b"
+
+
+class _Line(msgspec.Struct):
+    timestamp: Annotated[float, msgspec.Meta(ge=0)]
+    hash_ids: list[int | str]
+    input_length: Annotated[int, msgspec.Meta(ge=0)] | None = None
+    engine: Any = ""
+
+
+_decoder = msgspec.json.Decoder(_Line)
 
 
 class TraceRequest(NamedTuple):
@@ -57,29 +68,17 @@ def _lines(path: str) -> Iterator[bytes]:
 
 def _request(line: bytes, where: str, block_tokens: int) -> TraceRequest:
     try:
-        fields = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{where}: not JSON: {error}") from None
-    if not isinstance(fields, dict):
-        raise ConfigError(f"{where}: a JSON object expected")
-    for key in ("timestamp", "hash_ids"):
-        if key not in fields:
-            raise ConfigError(f"{where}: no {key}")
-    at, blocks, length = fields["timestamp"], fields["hash_ids"], fields.get("input_length")
-    if isinstance(at, bool) or not isinstance(at, (int, float)) or not 0 <= at < float("inf"):
-        raise ConfigError(f"{where}: timestamp {at!r}: at least 0 milliseconds expected")
-    if not isinstance(blocks, list) or not all(type(each) in (int, str) for each in blocks):
-        raise ConfigError(f"{where}: hash_ids: a list of numbers or strings expected")
+        found = _decoder.decode(line)
+    except (msgspec.MsgspecError, RecursionError) as error:  # RecursionError: brackets nested without end
+        raise ConfigError(f"{where}: not a request in Mooncake's format: {error}") from None
+    blocks, length = found.hash_ids, found.input_length
     if len(blocks) > MAX_HASHES:
         raise ConfigError(f"{where}: {len(blocks):,} hash_ids: at most {MAX_HASHES:,}")
     if len(set(blocks)) != len(blocks):
         raise ConfigError(f"{where}: an id occurs twice in hash_ids, but each stands for its whole prefix")
-    if length is not None:
-        if type(length) is not int or length < 0:
-            raise ConfigError(f"{where}: input_length {length!r}: at least 0 tokens expected")
-        if len(blocks) > -(-length // block_tokens):
-            raise ConfigError(
-                f"{where}: {len(blocks)} blocks of {block_tokens} tokens are more than {length} tokens: give the "
-                "trace's own block size with --block-tokens"
-            )
-    return TraceRequest(at / 1000, tuple(blocks), str(fields.get("engine", "")))
+    if length is not None and len(blocks) > -(-length // block_tokens):
+        raise ConfigError(
+            f"{where}: {len(blocks)} blocks of {block_tokens} tokens are more than {length} tokens: give the trace's "
+            "own block size with --block-tokens"
+        )
+    return TraceRequest(found.timestamp / 1000, tuple(blocks), str(found.engine))

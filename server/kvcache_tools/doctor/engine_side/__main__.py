@@ -4,17 +4,33 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 import msgspec
 
+from kvcache_client.session.session import Session
+from kvcache_proto.errors import KVCacheError
 from kvcache_tools.doctor.check_result import CheckResult
-from kvcache_tools.doctor.engine_side import copies, mapping
+from kvcache_tools.doctor.engine_side import copies
+
+
+def mapping(endpoint: str) -> Iterator[CheckResult]:
+    """Attach as an engine does, to check whether one gets the daemon's region here. Leaves nothing in the cache."""
+    try:
+        # Named like an operator's commands: it gets a session even if engines have taken all the others.
+        with Session.connect(endpoint, engine="kvcache-server", label="mapping") as session:
+            region = session.region
+            assert region is not None  # a connected session has one
+            figure = f"{region.bytes:,} bytes, format and geometry as this client knows them"
+            yield CheckResult("mapping", "ok", figure, how="measured", values={"region_bytes": region.bytes})
+    except KVCacheError as error:
+        yield CheckResult("mapping", "failed", str(error), "an engine here would run uncached until this is mended")
+
 
 QUESTIONS: dict[str, Callable[..., Iterable[CheckResult]]] = {
     "host-copies": copies.on_host,
     "device-copies": copies.on_devices,
-    "mapping": mapping.of_region,
+    "mapping": mapping,
 }
 
 
