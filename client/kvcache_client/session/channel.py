@@ -9,6 +9,7 @@ for its turn to lead.
 from __future__ import annotations
 
 import contextlib
+import enum
 import itertools
 import logging
 import os
@@ -70,6 +71,43 @@ class _Follower:
         return found  # type: ignore[return-value]
 
 
+class _Followers(deque[_Follower]):
+    """Calls that wait, in the order in which they lead."""
+
+    shared_until = 0.0  # when leaders may stop to poll for others' requests
+
+    def pass_on(self, lock: threading.Lock) -> None:
+        """Let the next one lead, if no thread has `lock`."""
+        while self and not lock.locked():
+            try:
+                follower = self.popleft()
+            except IndexError:
+                return
+            follower.queued = False
+            if not follower.waits.locked():
+                follower.inbox.put(follower)
+                return
+
+
+class _Unanswered(dict[int, "Handler | _Follower"]):
+    """The requests that the daemon has not answered, by number, and who waits for each answer."""
+
+    quiet_since = 0.0  # time of the last answer, or of the first request since all were answered
+
+    def expect(self, number: int, handler: Handler | _Follower) -> None:
+        if not self:
+            self.quiet_since = time.monotonic()
+        self[number] = handler
+
+
+class _Leader(enum.Enum):
+    """What the call that owns the socket does: nothing (also if there is none), receive, or poll for others, too."""
+
+    IDLE = enum.auto()
+    RECEIVES = enum.auto()
+    POLLS = enum.auto()
+
+
 class Channel:
     """A DEALER socket to the daemon. `wake` has the supervisor handle due work.
 
@@ -97,14 +135,12 @@ class Channel:
         self.descriptor: int = self._socket.getsockopt(zmq.FD)  # readable when there is something to do
         self._ids = itertools.count(1)
         self._outbox: deque[bytes] = deque()
-        self._waiting: dict[int, Handler | _Follower] = {}
-        self._quiet_since = 0.0
+        self._waiting = _Unanswered()
         self._unasked = 0
         self._done: deque[tuple[Handler, Reply | None]] = deque()
-        self._followers: deque[_Follower] = deque()  # that wait, in the order in which they lead
+        self._followers = _Followers()
         self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)  # the outbox has a new message
-        self._shared_until = 0.0
-        self._leading = self._polling = False  # whether a call receives; whether it listens to the bell
+        self._leader = _Leader.IDLE
         self._order = threading.Lock()  # numbers rise in the order of sending
         self.closed = False
         self.newest_reservation = 0  # highest one in any answer, noted before its use
@@ -123,7 +159,7 @@ class Channel:
 
     def overdue(self, now: float, deadline: float) -> bool:
         """Whether the daemon owes an answer, and has not answered anything for `deadline` seconds."""
-        return bool(self._waiting) and now - self._quiet_since > deadline
+        return bool(self._waiting) and now - self._waiting.quiet_since > deadline
 
     def call(self, request: Request, deadline: float, late: Handler) -> Reply | None:
         """Send and return the reply; None if there is none within `deadline` seconds.
@@ -178,7 +214,7 @@ class Channel:
             finally:
                 self._lock.release()
             if self._followers:
-                self._pass_on()
+                self._followers.pass_on(self._lock)
             self._finish()
             if not (may_send and self._outbox):
                 return
@@ -194,7 +230,7 @@ class Channel:
         self.closed = True
         with self._lock:
             self._socket.close()
-            waiting, self._waiting = self._waiting, {}
+            waiting, self._waiting = self._waiting, _Unanswered()
             self._counters.add("unsent", len(self._outbox))
             self._outbox.clear()
             with self._order:
@@ -210,17 +246,17 @@ class Channel:
     def _follow(self, request: Request, deadline: float, late: Handler) -> Reply | None:
         """Call while another thread has the lock: wait for the reply, or for the lock, whichever comes first."""
         follower, until = _Follower(late), time.monotonic() + deadline
-        if self._leading:
+        if self._leader is not _Leader.IDLE:
             # Polling costs a leader some microseconds, receiving with a short timeout more: a leader that does not poll
             # yet sends our request when its slice is over, and the deadline counts from then.
-            until += 0.0 if self._polling else SLICE_MS / 1000
-            self._shared_until = time.monotonic() + SHARED
+            until += 0.0 if self._leader is _Leader.POLLS else SLICE_MS / 1000
+            self._followers.shared_until = time.monotonic() + SHARED
         number = self._enqueue(request, follower)
         if self.closed and self._waiting.pop(number, None) is not None:
             request.id = 0  # never sent
             return None
         reply = self._wait_behind(number, follower, until)
-        self._pass_on()  # our turn may have come just now
+        self._followers.pass_on(self._lock)  # our turn may have come just now
         if reply is None and not self.watched:
             self._wake()
         return reply
@@ -259,22 +295,10 @@ class Channel:
 
     def _call_leader(self) -> None:
         """Have a polling leader send the outbox."""
-        if self._polling:
+        if self._leader is _Leader.POLLS:
             with self._order:
                 if self._bell >= 0:
                     os.eventfd_write(self._bell, 1)
-
-    def _pass_on(self) -> None:
-        """Let the next follower lead, if no thread does."""
-        while self._followers and not self._lock.locked():
-            try:
-                follower = self._followers.popleft()
-            except IndexError:
-                return
-            follower.queued = False
-            if not follower.waits.locked():
-                follower.inbox.put(follower)
-                return
 
     # Under the lock, but for the first three.
 
@@ -290,9 +314,7 @@ class Channel:
         return request.id
 
     def _expect(self, number: int, handler: Handler | _Follower) -> None:
-        if not self._waiting:
-            self._quiet_since = time.monotonic()
-        self._waiting[number] = handler
+        self._waiting.expect(number, handler)
         if len(self._waiting) > MAX_OWED:
             self.give_up(f"it owes {MAX_OWED} answers")
 
@@ -309,17 +331,18 @@ class Channel:
         return True
 
     def _await(self, number: int, until: float) -> Reply | None:
-        self._leading, slow = True, False
+        slow = False
         try:
             while not self.fault and not self.closed and (left := until - (now := time.monotonic())) > 0:
-                self._polling = slow or now < self._shared_until
+                polls = slow or now < self._followers.shared_until
+                self._leader = _Leader.POLLS if polls else _Leader.RECEIVES
                 # Messages that the socket had no room for go as room comes: our own request may be the last one.
                 full = bool(self._outbox) and not self._flush()
                 timeout_ms = 1 if full else min(SLICE_MS, int(left * 1000) + 1)
-                if self._done and self._polling:
+                if self._done and polls:
                     self._wake()  # others wait for replies received meanwhile
                 try:
-                    frame = self._poll(timeout_ms) if self._polling else self._receive(timeout_ms)
+                    frame = self._poll(timeout_ms) if polls else self._receive(timeout_ms)
                 except zmq.Again:
                     slow = True
                     continue
@@ -327,7 +350,7 @@ class Channel:
                 if reply is not None and reply.id == number:
                     return reply
         finally:
-            self._leading = self._polling = False
+            self._leader = _Leader.IDLE
         return None
 
     def _receive(self, timeout_ms: int) -> bytes:
@@ -374,7 +397,7 @@ class Channel:
             if self._unasked > MAX_UNASKED:
                 self.give_up(f"it sent {self._unasked} answers to nothing that was asked")
             return None
-        self._quiet_since = time.monotonic()
+        self._waiting.quiet_since = time.monotonic()
         if type(reply) is Reserved:
             self.newest_reservation = max(self.newest_reservation, reply.reservation)
         if handler is not None:
@@ -405,7 +428,7 @@ class Channel:
             self._drain()
         self._lock.release()
         if self._followers:
-            self._pass_on()
+            self._followers.pass_on(self._lock)
         if self._done:
             self._finish()
         if self._outbox:
