@@ -10,7 +10,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import uvloop
 
@@ -20,9 +20,10 @@ from kvcache_proto.messages import Hello
 from kvcache_proto.sizes import format_size
 from kvcache_server import logs, signals
 from kvcache_server.config import Config
-from kvcache_server.core.effects import Change
 from kvcache_server.daemon.answers import Answers
+from kvcache_server.daemon.delivery import Delivery
 from kvcache_server.daemon.handshake import Admission, Door
+from kvcache_server.daemon.region_filling import RegionFilling
 from kvcache_server.daemon.reload import Reload, rate_of
 from kvcache_server.daemon.request_socket import RequestSocket
 from kvcache_server.daemon.session_registry import SessionRegistry
@@ -44,8 +45,14 @@ log = logging.getLogger(__name__)
 
 TICK = 0.25
 SUMMARY = 10.0
-FILLING = 5.0  # seconds between two lines about memory that is being made
 YOUNG_OBJECTS = 10_000  # allocations between two runs of the garbage collector
+
+
+class _Start(NamedTuple):
+    """When the daemon started, by two clocks."""
+
+    monotonic: float
+    wall: float
 
 
 class Service:
@@ -56,34 +63,34 @@ class Service:
 
         `manager` is notified of the state; `read()` reads the configuration again.
         """
-        self._config = config
         self._manager = manager
-        self._cache, self._state_file, self._region = opened.cache, opened.state, opened.region
+        self._cache, self._region = opened.cache, opened.region
         self._insight = Insight(opened.cache, self._figures)
         self._insight.misses.started(time.monotonic(), opened.empty_reason)
         self._loop = uvloop.new_event_loop()
         self._loop.set_exception_handler(self._callback_failed)
         self._sessions = SessionRegistry(opened, self._disconnect, lambda number, error: self._answers.failed(0, error))
         self._tiering = Tiering(opened.cache, os.geteuid())
-        self._answers = Answers(
-            *(self._loop, self._cache, self._insight, self._tiering, self._sessions, self._deliver, self._end_turn)
+        self._answers: Answers = Answers(
+            *(self._loop, self._cache, self._insight, self._tiering, self._sessions),
+            *(lambda: self._delivery.deliver(), self._end_turn),
         )
+        self._delivery: Delivery = Delivery(self._cache, opened.state, self._answers.failed)
+        self._delivery.followers += [self._insight.follow, self._tiering.follow]
         self._admin_ops = AdminOps(
             *(self._cache, self._insight, self._sessions.look_after),
             *(self._answers.background.run, self._end_turn),
         )
         self._failure: KVCacheError | None = None  # the reason that it cannot go on
-        self._reported_at = 0.0  # time of the last log line about the region's memory
-        self._started, self._started_at = time.monotonic(), time.time()
+        self._started = _Start(time.monotonic(), time.time())
         self._http: HttpApp | None = None
         self._publisher: Publisher | None = None
-        self._followers: list[Callable[[list[Change]], None]] = [self._insight.follow, self._tiering.follow]
         with contextlib.ExitStack() as opened_so_far:  # a daemon that does not start leaves no socket behind
             opened_so_far.callback(self._loop.close)
             if config.events:
                 self._publisher = Publisher(self._loop, config, self._cache)
                 opened_so_far.callback(self._publisher.close)
-                self._followers.append(self._publisher.follow)
+                self._delivery.followers.append(self._publisher.follow)
             self._request_socket = RequestSocket(
                 *(self._loop, config.endpoint, self._sessions.tokens, self._answers.receive, self._end_turn),
                 self._connection_lost,
@@ -144,44 +151,11 @@ class Service:
         self._loop.add_signal_handler(signal.SIGHUP, self._reload)
         self._loop.add_signal_handler(signal.SIGUSR1, self._admin_ops.check_soon)
         self._manager.ready(self._state())
-        self._tier_processes.apply(self._config.tier)
-        self._tiering.expect([each.name for each in self._config.tier], time.monotonic())
-        self._fill_region()
+        self._tier_processes.apply(self._reloading.config.tier)
+        self._tiering.expect([each.name for each in self._reloading.config.tier], time.monotonic())
+        filling = RegionFilling(self._loop, self._cache, self._region, self._started.monotonic)
+        filling.begin(self._reloading.config, self._stop)
         signals.unblock()
-
-    def _fill_region(self) -> None:
-        """Make the rest of the region's memory while engines are served."""
-
-        def in_loop(call: Callable[..., object]) -> Callable[..., None]:
-            def soon(*arguments: object) -> None:
-                with contextlib.suppress(RuntimeError):  # the loop is closed: the daemon has stopped
-                    self._loop.call_soon_threadsafe(call, *arguments)
-
-            return soon
-
-        self._reported_at = time.monotonic()
-        self._region.fill(
-            self._config.lock,
-            self._config.huge_pages,
-            in_loop(self._grow),
-            in_loop(self._region_is_complete),
-            in_loop(self._stop),
-        )
-
-    def _grow(self, made: int, total: int) -> None:
-        self._cache.grow(self._region.ready_pages)
-        if time.monotonic() - self._reported_at >= FILLING and made < total:
-            self._reported_at = time.monotonic()
-            log.info("%s of %s are in memory", format_size(made), format_size(total))
-
-    def _region_is_complete(self) -> None:
-        log.info(
-            "all %s are in memory, %s, after %.1f s",
-            format_size(self._region.geometry.region_bytes),
-            self._region.kind_of_memory,
-            time.monotonic() - self._started,
-            extra={"fields": {"event": "complete", "region_bytes": self._region.geometry.region_bytes}},
-        )
 
     def _stop(self, error: KVCacheError) -> None:
         self._failure = error
@@ -203,25 +177,10 @@ class Service:
         made = f"{format_size(self._region.present)} in memory so far, " if cache.is_growing else ""
         return f"{format_size(cache.used)} of {format_size(cache.capacity)} used, {made}{sessions}"
 
-    def _deliver(self) -> None:
-        """Deliver the core's reports: first to the state file, then to the followers of changes.
-
-        An internal error of a follower is logged; clients are still answered.
-        """
-        if self._cache.effects:
-            records, changes = self._cache.effects.take()
-            for record in records:
-                self._state_file.note(record)
-            for follow in self._followers:
-                try:
-                    follow(changes)
-                except Exception as error:  # noqa: BLE001 - the cache is intact, and clients are still served
-                    self._answers.failed(0, error)
-
     def _end_turn(self) -> None:
         """Deliver the remaining reports after the replies of one turn of the loop, offer tiers work, and publish KV
         events."""
-        self._deliver()
+        self._delivery.deliver()
         self._answers.background.schedule()
         self._answers.offer_work()
         if self._publisher is not None:
@@ -302,9 +261,9 @@ class Service:
         return Daemon(
             version=__version__,
             pid=os.getpid(),
-            started_at=round(self._started_at, 3),
-            uptime_s=round(time.monotonic() - self._started, 1),
-            endpoint=self._config.endpoint,
+            started_at=round(self._started.wall, 3),
+            uptime_s=round(time.monotonic() - self._started.monotonic, 1),
+            endpoint=self._reloading.config.endpoint,
             region=self._region.path,
             region_bytes=self._region.geometry.region_bytes,
             present_bytes=self._region.present,
