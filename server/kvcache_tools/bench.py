@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import multiprocessing
 import random
 import signal
@@ -19,9 +18,9 @@ import time
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
 
 import click
+import msgspec
 import uvloop
 import zmq
 
@@ -179,16 +178,53 @@ class Echo:
 # Measuring.
 
 
-def quantiles(seconds: list[float]) -> dict[str, float]:
-    """Return p50 and p99 in microseconds."""
+class Quantiles(msgspec.Struct):
+    """Microseconds."""
+
+    p50_us: float
+    p99_us: float
+
+
+class Lookups(msgspec.Struct):
+    """Acquire and release of as many hashes, beside the echo of a message of that size."""
+
+    hashes: int
+    samples: int
+    hit_ratio: float
+    daemon: Quantiles
+    echo: Quantiles
+    p50_to_echo: float
+    p99_to_p50: float
+    echo_p99_to_p50: float
+
+
+class Commits(Quantiles):
+    """Reserve and commit, per block; `echo_us` is the median of an echo of RUN hashes."""
+
+    echo_us: float
+
+
+class Figures(msgspec.Struct):
+    """Commits are by the number of cached blocks, and those that evict."""
+
+    blocks_indexed: int
+    blocks_evicted: int
+    lookups: list[Lookups]
+    clients: int
+    acquires_per_second: float
+    commit_us_per_block: dict[str, Commits]
+    daemon_bytes: int
+    daemon_bytes_at_start: int
+    daemon_bytes_per_million_blocks: float
+    idle_core_share: float
+
+
+def quantiles(seconds: list[float]) -> Quantiles:
     ordered = sorted(seconds)
-    return {
-        "p50_us": statistics.median(ordered) * 1e6,
-        "p99_us": ordered[min(len(ordered) - 1, int(len(ordered) * 0.99))] * 1e6,
-    }
+    return Quantiles(statistics.median(ordered) * 1e6, ordered[min(len(ordered) - 1, int(len(ordered) * 0.99))] * 1e6)
 
 
-def lookups(writer: Writer, echo: Echo, width: int, rounds: int) -> dict[str, Any]:
+def lookups(writer: Writer, echo: Echo, width: int, rounds: int) -> Lookups:
     """Time acquire + release of `width` hashes and the echo in alternating bursts; in between, the pool evicts."""
     ours: list[float] = []
     theirs: list[float] = []
@@ -202,19 +238,19 @@ def lookups(writer: Writer, echo: Echo, width: int, rounds: int) -> dict[str, An
         theirs.extend(echo.ask(question) for question in questions)
         writer.write()
     mine, other = quantiles(ours), quantiles(theirs)
-    return {
-        "hashes": width,
-        "samples": len(ours),
-        "hit_ratio": hits / (len(ours) * width),
-        "daemon": mine,
-        "echo": other,
-        "p50_to_echo": mine["p50_us"] / other["p50_us"],
-        "p99_to_p50": mine["p99_us"] / mine["p50_us"],
-        "echo_p99_to_p50": other["p99_us"] / other["p50_us"],
-    }
+    return Lookups(
+        hashes=width,
+        samples=len(ours),
+        hit_ratio=hits / (len(ours) * width),
+        daemon=mine,
+        echo=other,
+        p50_to_echo=mine.p50_us / other.p50_us,
+        p99_to_p50=mine.p99_us / mine.p50_us,
+        echo_p99_to_p50=other.p99_us / other.p50_us,
+    )
 
 
-def commits(writer: Writer, echo: Echo, runs: int) -> dict[str, float]:
+def commits(writer: Writer, echo: Echo, runs: int) -> Commits:
     """Time reserve + commit per block, in runs of RUN, alternating with echoes of as many hashes."""
     ours: list[float] = []
     theirs: list[float] = []
@@ -224,7 +260,8 @@ def commits(writer: Writer, echo: Echo, runs: int) -> dict[str, float]:
         if granted == RUN:
             ours.append(seconds / granted)
             theirs.append(echo.ask(question))
-    return {**quantiles(ours), "echo_us": statistics.median(theirs) * 1e6}
+    mine = quantiles(ours)
+    return Commits(mine.p50_us, mine.p99_us, statistics.median(theirs) * 1e6)
 
 
 def client_process(seed: int, endpoint: str, chains: list[int], seconds: float, pipe: Connection) -> None:
@@ -295,7 +332,7 @@ def fill(writer: Writer, blocks: int, say: Callable[[str], None]) -> None:
             say(f"  {have:,} blocks")
 
 
-def run(blocks: int, rounds: int, seconds: float, say: Callable[[str], None]) -> dict[str, Any]:
+def run(blocks: int, rounds: int, seconds: float, say: Callable[[str], None]) -> Figures:
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvcache-bench-")))
         endpoint, pid, echo = stack.enter_context(processes(folder, blocks))
@@ -323,46 +360,46 @@ def run(blocks: int, rounds: int, seconds: float, say: Callable[[str], None]) ->
         time.sleep(seconds)  # idle: this is measured
         idle = (cpu_seconds(pid) - busy) / seconds
         evicted = writer.status().counters["blocks_evicted"]
-    return {
-        "blocks_indexed": indexed,
-        "blocks_evicted": evicted,
-        "lookups": found,
-        "clients": CLIENTS,
-        "acquires_per_second": rate,
-        "commit_us_per_block": {f"{few}": commit_few, f"{indexed}": commit_many, "evicting": commit_evicting},
-        "daemon_bytes": memory,
-        "daemon_bytes_at_start": own,
-        "daemon_bytes_per_million_blocks": memory * 1e6 / indexed,
-        "idle_core_share": idle,
-    }
+    return Figures(
+        blocks_indexed=indexed,
+        blocks_evicted=evicted,
+        lookups=found,
+        clients=CLIENTS,
+        acquires_per_second=rate,
+        commit_us_per_block={f"{few}": commit_few, f"{indexed}": commit_many, "evicting": commit_evicting},
+        daemon_bytes=memory,
+        daemon_bytes_at_start=own,
+        daemon_bytes_per_million_blocks=memory * 1e6 / indexed,
+        idle_core_share=idle,
+    )
 
 
-def describe(figures: dict[str, Any]) -> str:
+def describe(figures: Figures) -> str:
     head = f"{'acquire + release':<18}{'hit':>6}{'p50':>10}{'p99':>10}{'echo p50':>10}{'echo p99':>10}"
     lines = [
-        f"{figures['blocks_indexed']:,} blocks indexed, {figures['blocks_evicted']:,} evicted",
+        f"{figures.blocks_indexed:,} blocks indexed, {figures.blocks_evicted:,} evicted",
         "",
         f"{head}{'p50/echo':>10}{'p99/p50':>9}",
     ]
-    for row in figures["lookups"]:
-        times = (row[side][quantile] for side in ("daemon", "echo") for quantile in ("p50_us", "p99_us"))
+    for row in figures.lookups:
+        times = (row.daemon.p50_us, row.daemon.p99_us, row.echo.p50_us, row.echo.p99_us)
         lines.append(
-            f"{row['hashes']:>6,} hashes     {row['hit_ratio']:>6.0%}"
+            f"{row.hashes:>6,} hashes     {row.hit_ratio:>6.0%}"
             + "".join(f"{time_us:>7.0f} us" for time_us in times)
-            + f"{row['p50_to_echo']:>9.2f}x{row['p99_to_p50']:>8.2f}x"
+            + f"{row.p50_to_echo:>9.2f}x{row.p99_to_p50:>8.2f}x"
         )
-    rate = figures["acquires_per_second"]
-    lines += ["", f"{figures['clients']} clients: {rate:,.0f} acquires/s of {WIDTHS[0]} hashes", ""]
-    for when, row in figures["commit_us_per_block"].items():
+    rate = figures.acquires_per_second
+    lines += ["", f"{figures.clients} clients: {rate:,.0f} acquires/s of {WIDTHS[0]} hashes", ""]
+    for when, commit in figures.commit_us_per_block.items():
         name = when if when == "evicting" else f"{int(when):,} blocks"
         lines.append(
-            f"reserve + commit, {name + ':':<18}{row['p50_us']:6.2f} us per block; echo {row['echo_us']:.0f} us"
+            f"reserve + commit, {name + ':':<18}{commit.p50_us:6.2f} us per block; echo {commit.echo_us:.0f} us"
         )
     lines += [
         "",
-        f"daemon's own memory: {figures['daemon_bytes'] / 1e6:.0f} MB, "
-        f"{figures['daemon_bytes_per_million_blocks'] / 1e6:.0f} MB per million blocks",
-        f"idle daemon: {figures['idle_core_share']:.2%} of a core",
+        f"daemon's own memory: {figures.daemon_bytes / 1e6:.0f} MB, "
+        f"{figures.daemon_bytes_per_million_blocks / 1e6:.0f} MB per million blocks",
+        f"idle daemon: {figures.idle_core_share:.2%} of a core",
     ]
     return "\n".join(lines)
 
@@ -385,4 +422,4 @@ def command(blocks: int, rounds: int, seconds: float, tier: str | None, block: s
         click.echo(f"[{time.monotonic() - begin:4.0f} s] {text}", err=True)
 
     figures = run(blocks, rounds, seconds, say)
-    click.echo(json.dumps(figures, indent=2) if as_json else "\n" + describe(figures))
+    click.echo(msgspec.json.format(msgspec.json.encode(figures)).decode() if as_json else "\n" + describe(figures))

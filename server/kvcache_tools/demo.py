@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,6 +25,7 @@ from kvcache_server.commands import describe
 from kvcache_server.storage.region_file import available_memory
 from kvcache_tools import demo_model
 from kvcache_tools.daemon_process import Failed, finish, running_daemon, tail
+from kvcache_tools.demo_engine import Encoded, EngineFacts, Generated
 from kvcache_tools.plan.host import GIB
 from kvcache_tools.plan.workload import Needs, Workload, needs
 
@@ -78,16 +79,15 @@ class EngineProcess:
         with contextlib.suppress(BrokenPipeError):  # answer() reports the reason
             self._process.stdin.write(json.dumps({"call": call, **arguments}) + "\n")
 
-    def answer(self) -> dict[str, Any]:
+    def answer(self) -> Any:
         """Wait for the answer to the last `ask`. Raises Failed, with the end of the log, if the engine has exited."""
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
             raise Failed(f"engine {self.name} exited with status {self._process.wait()}:\n{tail(self._log)}")
-        answer: dict[str, Any] = json.loads(line)
-        return answer
+        return json.loads(line)
 
-    def call(self, call: str, **arguments: Any) -> dict[str, Any]:
+    def call(self, call: str, **arguments: Any) -> Any:
         self.ask(call, **arguments)
         return self.answer()
 
@@ -148,7 +148,7 @@ def region_dir(folder: Path, size: int) -> str:
     return "/dev/shm" if fits else str(folder)
 
 
-def sized(config: dict[str, Any], name: str, work: Workload, size: str | None) -> Needs:
+def sized(config: Mapping[str, Any], name: str, work: Workload, size: str | None) -> Needs:
     """Return the needs of `work`, with a region of `size`, if given. Raises Failed if that is too small."""
     given = parse_size(size) if size is not None else None
     try:
@@ -181,7 +181,7 @@ class Demo:
     def share(self, model: str | None = None, prompts: int = PROMPTS, tokens: int | None = None) -> list[Row]:
         """Let each engine answer `prompts` of random tokens, and then the other engine the same ones."""
         first, second = self._start_processes(offline=model is None)
-        config: dict[str, Any] = LLAMA | {"model_type": "llama"}
+        config: Mapping[str, Any] = LLAMA | {"model_type": "llama"}
         name = "a small random Llama"
         if model is not None:
             config, name = self._config(model), model
@@ -193,7 +193,7 @@ class Demo:
         if model is None:
             model = str(self._folder / "random-llama")
             made = first.call("make_model", directory=model, config=LLAMA)
-            self.say(f"made a Llama with {made['parameters'] / 1e6:.0f} million random weights")
+            self.say(f"made a Llama with {made / 1e6:.0f} million random weights")
         self._start_engines(model, endpoint, work.tokens, needed)
         return [self._share(*pair, prompts, tokens) for pair in ((first, second), (second, first))]
 
@@ -202,9 +202,9 @@ class Demo:
         first."""
         first, _ = self._start_processes(offline=True)
         model = str(self._model(gguf))
-        asked = first.call("encode", model=model, messages=demo_model.messages(text))
-        longest = max(map(len, asked["prompts"])) + SENTENCE_TOKENS
-        work = Workload(len(asked["prompts"]) + 2, longest, BLOCK_TOKENS, BATCHED_TOKENS)
+        asked = Encoded(*first.call("encode", model=model, messages=demo_model.messages(text)))
+        longest = max(map(len, asked.prompts)) + SENTENCE_TOKENS
+        work = Workload(len(asked.prompts) + 2, longest, BLOCK_TOKENS, BATCHED_TOKENS)
         needed = self._check(self._config(model), demo_model.NAME, work)
         self._start_engines(model, self._start_daemon(needed.region), longest, needed)
         return [self._ask(number, question, model, asked) for number, question in enumerate(demo_model.QUESTIONS)]
@@ -243,14 +243,13 @@ class Demo:
             self._stack.callback(self._engines[-1].close)
         return self._engines
 
-    def _config(self, model: str) -> dict[str, Any]:
-        answer = self._engines[0].call("config_of", model=model)
-        if "error" in answer:
-            raise Failed(f"--model {model}: {answer['error']}")
-        config: dict[str, Any] = answer["config"]
+    def _config(self, model: str) -> Mapping[str, Any]:
+        config: Mapping[str, Any] | str = self._engines[0].call("config_of", model=model)
+        if isinstance(config, str):
+            raise Failed(f"--model {model}: {config}")
         return config
 
-    def _check(self, config: dict[str, Any], name: str, work: Workload) -> Needs:
+    def _check(self, config: Mapping[str, Any], name: str, work: Workload) -> Needs:
         """Print the needs of `work`. Raises Failed if the host has less."""
         needed = sized(config, name, work, self._size)
         each = needed.weights + self._ranks * (needed.cache + LIBRARY_BYTES)
@@ -297,9 +296,9 @@ class Demo:
                 },
             )
         for engine in self._engines:
-            facts = engine.answer()
+            facts = EngineFacts(*engine.answer())
             self.say(f"engine {engine.name} is up")
-        self._vocabulary, self._block_tokens = facts["vocabulary"], facts["block_tokens"]
+        self._vocabulary, self._block_tokens = facts.vocabulary, facts.block_tokens
         for engine in self._engines:  # keep the runtime's first-time costs out of the measurement
             warm_up = self._random_prompts(f"warm-up {engine.name}", 1, min(WARM_UP_TOKENS, tokens - 2))
             engine.call("generate", prompts=warm_up, tokens=2)
@@ -310,31 +309,32 @@ class Demo:
 
     # Measuring.
 
-    def _ask(self, number: int, question: str, model: str, asked: dict[str, Any]) -> Answer:
+    def _ask(self, number: int, question: str, model: str, asked: Encoded) -> Answer:
         """Ask both engines; B only ever loads the blocks that A computes for the first question."""
         first, second = self._engines
-        prompt, limits = asked["prompts"][number], {"tokens": SENTENCE_TOKENS, "stop": asked["stop"]}
+        prompt, limits = asked.prompts[number], {"tokens": SENTENCE_TOKENS, "stop": asked.stop}
         before = self._total("blocks")
         # Later questions begin with the same text: with a salt, A finds no blocks of it, neither shared ones nor its
         # own.
-        cold = first.call("generate", prompts=[prompt], **limits, **({"salt": f"question {number}"} if number else {}))
+        salt = f"question {number}" if number else ""
+        cold = Generated(*first.call("generate", prompts=[prompt], salt=salt, **limits))
         if number == 0:
             self._wait_until_visible(before + len(prompt) // self._block_tokens)
         else:
             _forget(second)  # B would not load blocks that it has itself
         hits = self._total("hit_blocks")
-        cached = second.call("generate", prompts=[prompt], **limits)
+        cached = Generated(*second.call("generate", prompts=[prompt], **limits))
         loaded = self._total("hit_blocks") - hits
-        seen = len(os.path.commonprefix([prompt, asked["prompts"][0]])) if number else len(prompt) - 1
-        (text,) = first.call("decode", model=model, answers=cached["answers"])["texts"]
+        seen = len(os.path.commonprefix([prompt, asked.prompts[0]])) if number else len(prompt) - 1
+        (text,) = first.call("decode", model=model, answers=cached.answers)
         answer = Answer(
             question,
             text.strip(),
-            Seconds(cold["first"][0], cold["seconds"][0]),
-            Seconds(cached["first"][0], cached["seconds"][0]),
+            Seconds(cold.first[0], cold.seconds[0]),
+            Seconds(cached.first[0], cached.seconds[0]),
             loaded * self._block_tokens,
             seen // self._block_tokens * self._block_tokens,
-            cold["answers"] == cached["answers"],
+            cold.answers == cached.answers,
         )
         self.say(f"question {number + 1}: {answer.question}")
         click.echo(f"         answer:     {answer.text}")
@@ -362,10 +362,10 @@ class Demo:
         return Row(first.name, second.name, prompts, cold, again, elsewhere, hits, 2 * loadable)
 
     def _pass(self, engine: EngineProcess, prompts: list[list[int]], how: str) -> Pass:
-        answer = engine.call("generate", prompts=prompts, tokens=ANSWER_TOKENS)
-        seconds = statistics.median(answer["seconds"])
+        answer = Generated(*engine.call("generate", prompts=prompts, tokens=ANSWER_TOKENS))
+        seconds = statistics.median(answer.seconds)
         self.say(f"engine {engine.name}, {how}: {seconds:.2f} s per prompt of {len(prompts[0]):,} tokens")
-        return Pass(answer["answers"], seconds)
+        return Pass(answer.answers, seconds)
 
     def _wait_until_visible(self, blocks: int) -> float:
         """Return the seconds until there are that many blocks. Raises Failed after VISIBLE_WITHIN."""
@@ -382,7 +382,7 @@ class Demo:
 
 
 def _forget(engine: EngineProcess) -> None:
-    if not engine.call("forget")["done"]:
+    if not engine.call("forget"):
         raise Failed(f"engine {engine.name} did not reset its prefix cache")
 
 
@@ -397,7 +397,7 @@ def write(directory: str, folder: Path) -> None:
         made = engine.call("make_model", directory=directory, config=LLAMA)
     finally:
         engine.close()
-    click.echo(f"wrote a Llama with {made['parameters'] / 1e6:.0f} million random weights to {directory}")
+    click.echo(f"wrote a Llama with {made / 1e6:.0f} million random weights to {directory}")
 
 
 def table(rows: list[Row]) -> str:

@@ -9,12 +9,35 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 
-def make_model(directory: str, config: dict[str, Any]) -> dict[str, Any]:
-    """Write a Llama of the given shape with random but reproducible float32 weights.
+class Encoded(NamedTuple):
+    """The tokens of each message, and those that end an answer."""
+
+    prompts: list[list[int]]
+    stop: list[int]
+
+
+class EngineFacts(NamedTuple):
+    """Sizes in tokens."""
+
+    vocabulary: int
+    block_tokens: int
+    max_tokens: int
+
+
+class Generated(NamedTuple):
+    """Per prompt: the answer, the seconds until its last token, and until its first one. 0: not measured."""
+
+    answers: list[list[int]]
+    seconds: list[float]
+    first: list[float]
+
+
+def make_model(directory: str, config: Mapping[str, Any]) -> int:
+    """Write a Llama of the given shape with random but reproducible float32 weights; return their number.
 
     Its tokenizer's words are the numbers of the tokens: "5 17" is tokenized to 5 and 17.
     """
@@ -32,51 +55,49 @@ def make_model(directory: str, config: dict[str, Any]) -> dict[str, Any]:
     words = Tokenizer(WordLevel(known, unk_token="<unk>"))
     words.pre_tokenizer = WhitespaceSplit()
     PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>").save_pretrained(directory)
-    return {"parameters": model.num_parameters()}
+    return int(model.num_parameters())
 
 
-def convert(gguf: str, directory: str) -> dict[str, Any]:
+def convert(gguf: str, directory: str) -> None:
     """Write the model in the file `gguf` to `directory` in bfloat16, with its tokenizer, as vLLM reads it."""
     import torch
     import transformers
 
     folder, file = os.path.split(gguf)
-    arguments: dict[str, Any] = {"gguf_file": file, "dtype": torch.bfloat16}
-    if hasattr(transformers, "GgufConfig"):  # older versions always unpack the weights
-        arguments["quantization_config"] = transformers.GgufConfig(dequantize=True)
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, **arguments)
+    newer = hasattr(transformers, "GgufConfig")  # older versions always unpack the weights
+    unpacked = {"quantization_config": transformers.GgufConfig(dequantize=True)} if newer else {}
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, gguf_file=file, dtype=torch.bfloat16, **unpacked)
     model.save_pretrained(directory)
     transformers.AutoTokenizer.from_pretrained(folder, gguf_file=file).save_pretrained(directory)
-    return {"parameters": model.num_parameters()}
 
 
-def config_of(model: str) -> dict[str, Any]:
-    """Return the model's config with all defaults, or an error; nothing else is downloaded."""
+def config_of(model: str) -> Mapping[str, Any] | str:
+    """Return the model's config with all defaults, or what is wrong; nothing else is downloaded."""
     from transformers import AutoConfig
 
     try:
         config = AutoConfig.from_pretrained(model)
     except (OSError, ValueError) as error:
-        return {"error": str(error)}
-    found: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
-    return {"config": found}
+        return str(error)
+    found: Mapping[str, Any] = json.loads(config.to_json_string(use_diff=False))
+    return found
 
 
-def encode(model: str, messages: list[str]) -> dict[str, Any]:
-    """Return the tokens of each message to the model in its chat template, and the token that ends answers."""
+def encode(model: str, messages: list[str]) -> Encoded:
+    """Encode each message in the model's chat template."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(model)
     chats = [[{"role": "user", "content": message}] for message in messages]
     texts = [tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) for chat in chats]
-    return {"prompts": [tokenizer(text)["input_ids"] for text in texts], "stop": [tokenizer.eos_token_id]}
+    return Encoded([tokenizer(text)["input_ids"] for text in texts], [tokenizer.eos_token_id])
 
 
-def decode(model: str, answers: list[list[int]]) -> dict[str, Any]:
+def decode(model: str, answers: list[list[int]]) -> list[str]:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(model)
-    return {"texts": [tokenizer.decode(answer, skip_special_tokens=True) for answer in answers]}
+    return [tokenizer.decode(answer, skip_special_tokens=True) for answer in answers]
 
 
 class Engine:
@@ -85,23 +106,20 @@ class Engine:
     def __init__(self) -> None:
         self._llm: Any = None
 
-    def start(self, **arguments: Any) -> dict[str, Any]:
+    def start(self, **arguments: Any) -> EngineFacts:
         from vllm import LLM
 
         self._llm = LLM(**arguments)
         config = self._llm.llm_engine.vllm_config
-        return {
-            "vocabulary": config.model_config.get_vocab_size(),
-            "block_tokens": config.cache_config.block_size,
-            "max_tokens": config.model_config.max_model_len,
-        }
+        return EngineFacts(
+            config.model_config.get_vocab_size(), config.cache_config.block_size, config.model_config.max_model_len
+        )
 
     def generate(
         self, prompts: list[list[int]], tokens: int, stop: list[int] | None = None, salt: str = ""
-    ) -> dict[str, Any]:
+    ) -> Generated:
         """Answer the prompts one by one, greedily.
 
-        `seconds` has the time per prompt until its last token, `first` until its first one, if the engine measures it.
         Answers end after `tokens`, or at a token in `stop`. A prompt shares no cached block with prompts of another
         `salt`.
         """
@@ -116,13 +134,13 @@ class Engine:
             begin = time.perf_counter()
             (output,) = self._llm.generate(salted, greedy, use_tqdm=False)
             seconds.append(time.perf_counter() - begin)
-            first.append(getattr(output.metrics, "first_token_latency", None))
+            first.append(getattr(output.metrics, "first_token_latency", None) or 0.0)
             answers.append(list(output.outputs[0].token_ids))
-        return {"answers": answers, "seconds": seconds, "first": first}
+        return Generated(answers, seconds, first)
 
-    def forget(self) -> dict[str, Any]:
-        """Empty the engine's own prefix cache."""
-        return {"done": bool(self._llm.reset_prefix_cache())}
+    def forget(self) -> bool:
+        """Empty the engine's own prefix cache; return whether it is empty now."""
+        return bool(self._llm.reset_prefix_cache())
 
     def stop(self) -> None:
         """Stop the engine's processes; its connector drains its saves."""
@@ -136,7 +154,7 @@ def main() -> None:
     os.dup2(2, 1)
     engine = Engine()
     calls = (make_model, convert, config_of, encode, decode, engine.start, engine.generate, engine.forget)
-    by_name: dict[str, Callable[..., dict[str, Any]]] = {each.__name__: each for each in calls}
+    by_name: dict[str, Callable[..., object]] = {each.__name__: each for each in calls}
     try:
         for line in sys.stdin:
             request = json.loads(line)

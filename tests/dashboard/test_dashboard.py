@@ -17,18 +17,19 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-import msgspec
 import pytest
 from dashboard_rig import PATIENCE, wait
 from hypothesis import given
 from hypothesis import strategies as st
+from insights import process
 
 from kvcache_client.settings import parse_settings
 from kvcache_proto.errors import BadArgument
+from kvcache_server.status import ByClass, Eviction, Hints, Namespace, Pool, Status
 from kvcache_tools.dashboard import engine_fields, envfile
 from kvcache_tools.dashboard.app import Dashboard as Serving
 from kvcache_tools.dashboard.env_folder import Changed, EnvFolder
-from kvcache_tools.dashboard.history import History, Report
+from kvcache_tools.dashboard.history import History
 from kvcache_tools.dashboard.host_figures import HostFigures
 from kvcache_tools.dashboard.relay import Relay
 
@@ -327,18 +328,35 @@ def test_a_file_is_replaced_atomically_with_its_mode_and_a_backup(tmp_path: Path
 # The history.
 
 
-def report(asked: int, saved: dict[str, int], pid: int = 1) -> Report:
-    figures = {
-        "daemon": {"pid": pid, "region": "r"},
-        "life": 1,
-        "pool": {"region_id": "r", "used_bytes": 5},
-        "counters": {"blocks_requested": asked},
-        "told": {"loaded_bytes": 2 * asked},
-        "namespaces": [
-            {"id": name, "lost_blocks": 0, "hit_bytes": 9 * asked, "saved_bytes": size} for name, size in saved.items()
-        ],
-    }
-    return msgspec.convert(figures, Report)
+def report(asked: int, saved: dict[str, int], pid: int = 1) -> Status:
+    """Return figures of a daemon, of which only those count that points are made from."""
+    nothing = ByClass(0, 0, 0)
+    found = Status(
+        pool=Pool("r", 9, 5, *[0] * 8),
+        namespaces=[namespace(name, size) for name, size in saved.items()],
+        sessions=[],
+        away=[],
+        grace=False,
+        life=1,
+        evictions={},
+        evicted_unread=0,
+        eviction=Eviction(False, 0, 0, nothing, nothing),
+        hints=Hints(*[0] * 7, {}, {}, [], []),
+        refusals={},
+        counters={"blocks_requested": asked},
+        told={"loaded_bytes": 2 * asked},
+        daemon=process(),
+    )
+    found.daemon.pid = pid
+    return found
+
+
+def namespace(name: str, saved_bytes: int) -> Namespace:
+    counts = dict.fromkeys(Namespace.__struct_fields__, 0)
+    lists: dict[str, Any] = {field: [] for field in ("groups", "block_tokens", "block_bytes")}
+    return Namespace(
+        **counts | lists | {"id": name, "model": "m", "identity": {}, "engines": {}, "saved_bytes": saved_bytes}
+    )
 
 
 def test_a_point_is_the_difference_of_two_reports_of_one_daemon() -> None:
@@ -349,19 +367,19 @@ def test_a_point_is_the_difference_of_two_reports_of_one_daemon() -> None:
     history.add(16.0, report(7, {"b": 5}, pid=2))  # another process, which counts anew
     history.add(18.0, report(9, {"b": 6}, pid=2))
     found = history.since(0)
-    named = [dict(zip(found["fields"], point, strict=True)) for point in found["points"]]
+    named = [dict(zip(found.fields, point, strict=True)) for point in found.points]
     names = ("at", "requested_blocks", "loaded_bytes", "saved_bytes")
     assert [tuple(each[name] for name in names) for each in named] == [
         *((12.0, 30, 60, 15), (14.0, 0, 0, 0), (18.0, 2, 4, 1))
     ]
-    assert found["next"] == 3
-    assert history.since(2)["points"] == found["points"][2:]
-    assert history.since(99)["points"] == found["points"], "of another dashboard, which had more"
+    assert found.next == 3
+    assert history.since(2).points == found.points[2:]
+    assert history.since(99).points == found.points, "of another dashboard, which had more"
 
 
 def test_the_history_is_bounded() -> None:
     history = History(most=5)
     for number in range(20):
         history.add(float(number + 1), report(number, {}))
-    assert [point.at for point in history.since(0)["points"]] == [16.0, 17.0, 18.0, 19.0, 20.0]
-    assert len(history.since(17)["points"]) == 2
+    assert [point.at for point in history.since(0).points] == [16.0, 17.0, 18.0, 19.0, 20.0]
+    assert len(history.since(17).points) == 2

@@ -186,8 +186,7 @@ class Session:
 
     def stats(self) -> dict[str, Any]:
         """Return the daemon's statistics. Raises Unavailable, also if another thread is requesting them now."""
-        stats: dict[str, Any] = msgspec.msgpack.decode(self.daemon.ask(m.Stats(0, b""), m.Report).stats)
-        return stats
+        return dict(msgspec.msgpack.decode(self.daemon.ask(m.Stats(0, b""), m.Report).stats))
 
     def clear(self, namespace: str = "") -> int:
         """Forget every visible block of the namespace with this id, or of all, and return their number."""

@@ -27,7 +27,7 @@ class Space(msgspec.Struct):
     groups: list[Group] = []  # empty, as the identity, if there are too many namespaces
     hash_bytes: int = 0
 
-    def fields(self) -> dict[str, Any]:
+    def fields(self) -> dict[str, object]:
         """Return the fields of the groups, in their order."""
         return {
             f"groups[{at}].{field}": value

@@ -23,10 +23,11 @@ from kvcache_proto.errors import BadArgument, KVCacheError, NotPermitted, Unavai
 from kvcache_server.http import schema
 from kvcache_server.http.auth import bears_token
 from kvcache_server.http.replies import decode, finish_replies, json_response
+from kvcache_server.status import Status
 from kvcache_tools.dashboard import engine_fields
 from kvcache_tools.dashboard.env_folder import Changed, EnvFolder
 from kvcache_tools.dashboard.history import EVERY, History
-from kvcache_tools.dashboard.host_figures import HostFigures
+from kvcache_tools.dashboard.host_figures import Host, HostFigures
 from kvcache_tools.dashboard.relay import Relay
 from kvcache_tools.dashboard.units import NoSystemd, Units
 
@@ -68,11 +69,11 @@ class Dashboard:
         self._units, self._folder = units, folder
         self._history = History()
         self._began = time.time()
-        self._status: dict[str, Any] | None = None
+        self._status: Status | None = None
         self._away: tuple[float, str] | None = (self._began, "not asked yet")
         self._answered = 0.0
         self._region = ""
-        self._figures: dict[str, Any] = {}
+        self._figures: Host | None = None
         self._done = asyncio.Event()  # set after an action, to poll at once
 
     def app(self) -> web.Application:
@@ -110,12 +111,12 @@ class Dashboard:
         due = loop.time()
         while True:
             try:
-                status, report = await self._relay.status()
+                status = await self._relay.status()
             except Unavailable as error:
                 self._gone(str(error))
             else:
-                self._region = report.daemon.region
-                self._history.add(time.time(), report)
+                self._region = status.daemon.region
+                self._history.add(time.time(), status)
                 self._status, self._away, self._answered = status, None, time.time()
             try:
                 self._figures = await asyncio.to_thread(self._host.figures, self._region)
@@ -195,7 +196,7 @@ class Dashboard:
         engines = [unit._asdict() | await asyncio.to_thread(self._settings, unit.file) for unit in found]
         return json_response({"pattern": units.pattern, "problem": "", "units": engines})
 
-    def _settings(self, file: str) -> dict[str, Any]:
+    def _settings(self, file: str) -> dict[str, object]:
         if not file:
             return {"version": "", "fields": [], "problem": f"it has no environment file in {self._folder.path}"}
         try:

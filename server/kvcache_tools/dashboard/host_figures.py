@@ -5,7 +5,37 @@ from __future__ import annotations
 import os
 from typing import Any
 
+import msgspec
+
 from kvcache_proto.errors import ConfigError
+
+
+class Share(msgspec.Struct, omit_defaults=True):
+    """A part of a memory or file system that is used, in bytes."""
+
+    used: int
+    total: int
+    name: str = ""
+    path: str = ""
+
+
+class Cpu(msgspec.Struct):
+    """`share` is the part of all cores that was busy since the last time, `load` the average of a minute."""
+
+    share: float
+    cores: int
+    load: float
+
+
+class Host(msgspec.Struct):
+    """`no_devices` is the reason that device memory is not known."""
+
+    cpu: Cpu
+    memory: Share
+    swap: Share
+    disks: list[Share]
+    devices: list[Share]
+    no_devices: str
 
 
 class HostFigures:
@@ -22,22 +52,24 @@ class HostFigures:
         self._why_none = ""
         psutil.cpu_percent()  # the next call reports the time since this one
 
-    def figures(self, region: str) -> dict[str, Any]:
-        """Return used and total amounts, in bytes. `region` is the path of the daemon's region, "" if unknown."""
+    def figures(self, region: str) -> Host:
+        """Return the present figures. `region` is the path of the daemon's region, "" if unknown."""
         memory, swap = self._psutil.virtual_memory(), self._psutil.swap_memory()
-        return {
-            "cpu": {
-                "share": self._psutil.cpu_percent() / 100,
-                "cores": self._psutil.cpu_count() or 1,
-                "load": round(os.getloadavg()[0], 2),
-            },
-            "memory": {"used": memory.total - memory.available, "total": memory.total},
-            "swap": {"used": swap.used, "total": swap.total},
-            "disks": self._disks(region),
-            **self._device_memory(),
-        }
+        devices, no_devices = self._device_memory()
+        return Host(
+            cpu=Cpu(
+                share=self._psutil.cpu_percent() / 100,
+                cores=self._psutil.cpu_count() or 1,
+                load=round(os.getloadavg()[0], 2),
+            ),
+            memory=Share(memory.total - memory.available, memory.total),
+            swap=Share(swap.used, swap.total),
+            disks=self._disks(region),
+            devices=devices,
+            no_devices=no_devices,
+        )
 
-    def _disks(self, region: str) -> list[dict[str, Any]]:
+    def _disks(self, region: str) -> list[Share]:
         """The region's file system, and the root's."""
         found = []
         for name, path in (("region", os.path.dirname(region)), ("root", "/")):
@@ -46,14 +78,14 @@ class HostFigures:
             except OSError:  # the daemon may have other mounts than this process
                 usage = None
             if usage is not None:
-                found.append({"name": name, "path": path, "used": usage.used, "total": usage.total})
+                found.append(Share(usage.used, usage.total, name, path))
         return found
 
-    def _device_memory(self) -> dict[str, Any]:
+    def _device_memory(self) -> tuple[list[Share], str]:
         if self._devices is None:
             self._devices = self._find()
         if not self._devices:
-            return {"devices": [], "no_devices": self._why_none}
+            return [], self._why_none
         import pynvml
 
         found = []
@@ -61,9 +93,9 @@ class HostFigures:
             try:
                 memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
             except pynvml.NVMLError as error:
-                return {"devices": [], "no_devices": f"{name}: {error}"}
-            found.append({"name": name, "used": int(memory.used), "total": int(memory.total)})
-        return {"devices": found, "no_devices": ""}
+                return [], f"{name}: {error}"
+            found.append(Share(int(memory.used), int(memory.total), name))
+        return found, ""
 
     def _find(self) -> list[tuple[str, Any]]:
         """Find NVIDIA devices. This is done once: a running host does not gain any."""

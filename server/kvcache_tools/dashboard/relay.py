@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import os
-from typing import Any
 from urllib.parse import urlsplit
 
 import aiohttp
 import msgspec
 
 from kvcache_proto.errors import ConfigError, Unavailable
-from kvcache_tools.dashboard.history import Report
+from kvcache_server.status import Status
 
 SECONDS = 10.0
 MOST = 32 << 20  # bytes of an answer
@@ -49,14 +48,13 @@ class Relay:
         if self._session is not None:
             await self._session.close()
 
-    async def status(self) -> tuple[dict[str, Any], Report]:
-        """Return all figures, and those that the dashboard itself reads. Raises Unavailable."""
+    async def status(self) -> Status:
+        """Return the daemon's figures. Raises Unavailable."""
         code, body = await self._ask("GET", "/api/v1/status", b"", {})
         if code != 200:
             raise Unavailable(f"it answers /api/v1/status with {code}")
         try:
-            found = msgspec.json.decode(body, type=dict[str, Any])
-            return found, msgspec.convert(found, Report)
+            return msgspec.json.decode(body, type=Status)
         except (msgspec.MsgspecError, RecursionError) as error:  # RecursionError: brackets nested without end
             raise Unavailable(f"not the answer of a kvcache-server of this version: {error}") from None
 

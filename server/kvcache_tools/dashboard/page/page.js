@@ -265,7 +265,7 @@ function tierCells(tier) {
 }
 
 function showHost(host) {
-  if (!host.cpu) return;
+  if (!host) return;
   const meter = (name, { used, total }, style) => ({ name, share: used / total, value: `${size(used)} of ${size(total)}`, style });
   bars("host", [
     { name: "processors", share: host.cpu.share, value: `${Math.round(100 * host.cpu.share)} % of ${host.cpu.cores}, load ${host.cpu.load.toFixed(2)}`, style: "a" },
