@@ -63,7 +63,7 @@ class Lookups:
 
     # Lookups.
 
-    def acquire(self, session: Session, request: m.Acquire, now: float) -> m.Acquired:
+    def acquire(self, session: Session, request: m.Acquire) -> m.Acquired:
         """Answer with the longest prefix after which the engine can continue, under a lease if `request.pin`.
 
         Raises UnknownHandle, BadArgument; then nothing has changed.
@@ -221,7 +221,7 @@ class Lookups:
         sums = self.checksums.read(block.ref, group.sum_offsets, self._pool.locate_if_scattered)
         return sums or bytes(SUM_BYTES * len(group.spec.shards))
 
-    def release(self, session: Session, request: m.Release, now: float) -> None:
+    def release(self, session: Session, request: m.Release) -> None:
         """End the session's leases named in `request`; count unknown ones."""
         unknown = 0
         for lease in request.leases:

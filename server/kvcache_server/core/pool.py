@@ -16,6 +16,8 @@ from kvcache_server.core.checksums import Locate
 from kvcache_server.core.free_runs import FreeRuns, Runs
 from kvcache_server.core.index import CLASS_MASK, FIRST_TICK, NEXT_TICK, TICKS_PER_SECOND, Block
 
+_NEARLY_FULL = 8  # one page in this many is free: blocks are evicted faster than a tier writes
+
 
 class Survey(NamedTuple):
     """In bytes: the blocks, the part of them that may still be written, and the free space."""
@@ -65,6 +67,11 @@ class Pool:
     def is_growing(self) -> bool:
         """Whether more pages will be ready soon."""
         return self.ready < self.geometry.pages
+
+    @property
+    def is_nearly_full(self) -> bool:
+        """Whether blocks are about to be evicted."""
+        return self.free.pages <= self.geometry.pages // _NEARLY_FULL
 
     def grow(self, ready: int) -> None:
         """Use the first `ready` pages from now on; the number never decreases."""

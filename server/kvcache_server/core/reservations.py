@@ -8,7 +8,7 @@ settled.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 
 from kvcache_proto import messages as m
@@ -76,13 +76,9 @@ class Reservations:
 
     # Reserve.
 
-    def reserve(
-        self, session: Session, request: m.Reserve, account_in: Callable[[Group], Account], now: float
-    ) -> m.Reserved:
-        """Grant the blocks of the request's runs that may be granted. Raises BadArgument; then nothing has changed.
-
-        `account_in` returns the engine's account in a group.
-        """
+    def reserve(self, session: Session, request: m.Reserve) -> m.Reserved:
+        """Grant the blocks of the request's runs that may be granted. Raises BadArgument; then nothing has changed."""
+        self._eviction.refresh()
         namespace, group = session.group(request.namespace, request.group)
         runs = request.runs
         count = sum([len(run.hashes) for run in runs])
@@ -105,14 +101,15 @@ class Reservations:
                 "them first"
             )
         self.last += 1
-        reservation = Reservation(self.last, namespace.number, session.id, writers, now)
+        reservation = Reservation(self.last, namespace.number, session.id, writers, self._sweeper.now)
         reservation.writers_number = self.writers[writers]
         answers = bytearray()
-        accounts = {run.group: account_in(namespace.groups[run.group or group.number]) for run in runs}
+        # A session that has attached the namespace keeps its engine's accounts there.
+        accounts = [session.engine.accounts[namespace.number, run.group or group.number] for run in runs]
         self._eviction.limit_evictions()
         try:
-            for run in runs:
-                self._grant_run(reservation, accounts[run.group], run, answers, now)
+            for run, account in zip(runs, accounts, strict=True):
+                self._grant_run(reservation, account, run, answers)
         except Exception:  # an internal error: nothing else could give back the slots granted so far
             self.abandon(reservation)
             raise
@@ -121,16 +118,13 @@ class Reservations:
         granted = reservation.grants
         self._counters["blocks_reserved"] += len(granted)
         if len(granted) < len(answers):
-            self._note_refused(runs, accounts, answers, reservation.declined)
-        if not granted:
-            return m.Reserved(request.id, 0, bytes(answers), b"")
+            named = [(account, name) for run, account in zip(runs, accounts, strict=True) for name in run.hashes]
+            self._note_refused(named, answers, reservation.declined)
         slots = b"".join([grant.block.ref for grant in granted])
-        return m.Reserved(request.id, reservation.id, bytes(answers), slots)
+        return m.Reserved(request.id, reservation.id if granted else 0, bytes(answers), slots)
 
-    def _note_refused(
-        self, runs: Sequence[m.Run], accounts: Mapping[int, Account], answers: bytearray, declined: int
-    ) -> None:
-        """Count the refused blocks, and report each with the cause."""
+    def _note_refused(self, named: list[tuple[Account, bytes]], answers: bytearray, declined: int) -> None:
+        """Count the refused ones of the `named` blocks, and report each with the cause."""
         for refusal, count in Counter(answers).items():
             if refusal == Refusal.NO_SPACE and declined:
                 self._refusals["not_worth_it"] += declined
@@ -139,20 +133,20 @@ class Reservations:
                 self._refusals[Refusal(refusal).name.lower()] += count
         if max(answers) <= Refusal.IN_FLIGHT:
             return
-        no_space, done = "not_worth_it" if declined else "no_space", 0
+        no_space = "not_worth_it" if declined else "no_space"
         causes = {Refusal.NO_PARENT: "no_parent", Refusal.NO_SPACE: "grace" if self._eviction.frozen else no_space}
-        for run in runs:
-            account = accounts[run.group]
-            size, share = account.group.allocated_bytes, account.share
-            causes[Refusal.QUOTA] = "refused_namespace_ceiling"
-            if share.ceiling and share.bytes + size > share.ceiling:
-                causes[Refusal.QUOTA] = "refused_own_ceiling"
-            if self._engines[share.engine].writing + size > self._quota:
-                causes[Refusal.QUOTA] = "refused_write_quota"
-            for name in run.hashes:
-                if answers[done] > Refusal.IN_FLIGHT:
-                    self._effects.refused(name + account.group.tag, causes[Refusal(answers[done])])
-                done += 1
+        for (account, name), answer in zip(named, answers, strict=True):
+            if answer > Refusal.IN_FLIGHT:
+                cause = causes.get(Refusal(answer)) or self._exceeded(account)
+                self._effects.refused(name + account.group.tag, cause)
+
+    def _exceeded(self, account: Account) -> str:
+        """Return the quota that one more block of `account` would exceed."""
+        size, share = account.group.allocated_bytes, account.share
+        if self._engines[share.engine].writing + size > self._quota:
+            return "refused_write_quota"
+        own = share.ceiling and share.bytes + size > share.ceiling
+        return "refused_own_ceiling" if own else "refused_namespace_ceiling"
 
     @staticmethod
     def _writers(session: Session, namespace: Namespace) -> tuple[int, ...] | None:
@@ -174,9 +168,7 @@ class Reservations:
         """Forget the tuples of writers with `session`, which has ended: no new reservation has them."""
         self.writers = {writers: number for writers, number in self.writers.items() if session not in writers}
 
-    def _grant_run(
-        self, reservation: Reservation, account: Account, run: m.Run, answers: bytearray, now: float
-    ) -> None:
+    def _grant_run(self, reservation: Reservation, account: Account, run: m.Run, answers: bytearray) -> None:
         """Grant the blocks of a run in order, until one is refused."""
         group = account.group
         above, tail = group.above, group.spec.kind == TAIL
@@ -189,7 +181,7 @@ class Reservations:
             if parent is None:
                 answers.extend(bytes([Refusal.NO_PARENT]) * (len(run.hashes) - at))
                 break
-            answer, block = self._grant(reservation, account, parent, block_hash, now)
+            answer, block = self._grant(reservation, account, parent, block_hash)
             answers.append(answer)
             if block is None and group.leaf_is_useless and parent.child is None:
                 parent.tick = GOES_FIRST  # the engine stops here, and saves no tail
@@ -202,12 +194,7 @@ class Reservations:
         return pending.block if pending is not None else group.visible.get(block_hash)
 
     def _grant(
-        self,
-        reservation: Reservation,
-        account: Account,
-        parent: Block,
-        block_hash: bytes,
-        now: float,
+        self, reservation: Reservation, account: Account, parent: Block, block_hash: bytes
     ) -> tuple[Refusal, Block | None]:
         """Return the answer for one hash below `parent`, and its block, if any, which is the parent of the next."""
         group = account.group
@@ -220,7 +207,7 @@ class Reservations:
         rival = group.pending.get(block_hash)
         if rival is not None and (
             rival.ready
-            or now - rival.reservation.created < self.limits.supersede_after
+            or reservation.created - rival.reservation.created < self.limits.supersede_after
             or rival.block.parent is not parent  # not possible in a chain of hashes, or this one is being doomed
         ):
             return Refusal.IN_FLIGHT, rival.block
@@ -336,18 +323,18 @@ class Reservations:
                 grant.tainted_until = max(grant.tainted_until, tainted_until)
                 self._fail(grant, reservation.all_shards, "not_started")
 
-    def abandon_undelivered(self, session: Session, heard: int, now: float) -> None:
+    def abandon_undelivered(self, session: Session, heard: int) -> None:
         """Abandon the reservations of a resumed session with numbers above `heard`: it never received the replies."""
         left = [each for each in session.engine.reservations.values() if each.owner == session.id and each.id > heard]
         self._counters["reservations_unheard"] += len(left)
-        until = now + self.limits.quarantine
+        until = self._sweeper.now + self.limits.quarantine
         self._sweeper.add(partial(self._go_on, left, lambda each: self.abandon(each, until)))
 
-    def writer_ended(self, engine: Engine, session: int, now: float) -> Step:
+    def writer_ended(self, engine: Engine, session: int) -> Step:
         """Return the step that settles as dead the shards that `session`, which has ended, may be writing; their slots
         are quarantined."""
         left = [each for each in engine.reservations.values() if session in each.writers]
-        until = now + self.limits.quarantine
+        until = self._sweeper.now + self.limits.quarantine
         return partial(self._go_on, left, lambda each: self._fail_dead(each, session, until))
 
     @staticmethod

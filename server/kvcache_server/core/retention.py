@@ -28,7 +28,8 @@ from kvcache_server.core.journal import PinEnded, PinMade
 from kvcache_server.core.limits import LOOK, STEP, Limits
 from kvcache_server.core.pins import Lease, Pins, new_lease
 from kvcache_server.core.pool import Pool
-from kvcache_server.core.sessions import Namespace, Session
+from kvcache_server.core.registry import Registry
+from kvcache_server.core.sessions import Session
 from kvcache_server.core.sweeper import Sweeper
 
 _MOST_WANTED = 8 * LOOK  # blocks of a retention that will be stored soon
@@ -108,7 +109,7 @@ class Retentions:
         pool: Pool,
         eviction: Eviction,
         invalidation: Invalidation,
-        namespaces: Mapping[int, Namespace],
+        registry: Registry,
         limits: Limits,
         effects: Effects,
         sweeper: Sweeper,
@@ -120,7 +121,8 @@ class Retentions:
         self.operator = Owner("")
         self.engines: dict[str, Owner] = {}
         self.waiting: dict[int, Retention] = {}  # those that want more than they hold, by number
-        self._pool, self._eviction, self._namespaces, self._effects = pool, eviction, namespaces, effects
+        self._pool, self._eviction, self._registry, self._effects = pool, eviction, registry, effects
+        self._namespaces = registry.namespaces
         self._invalidation, self._sweeper = invalidation, sweeper
         self._left: deque[Retention] = deque()  # to be looked at
         self._last = self._names = self._count = 0
@@ -140,6 +142,11 @@ class Retentions:
     def all(self) -> list[Retention]:
         """Return all retentions. O(retentions)."""
         return [each for owner in self.owners() for each in owner.retentions.values()]
+
+    def of_request(self, engine: str, request: str) -> list[Retention]:
+        """Return the retentions of a request of an engine."""
+        owner = self.engines.get(engine)
+        return [each for each in owner.retentions.values() if each.request == request] if owner is not None else []
 
     def _of_engines(self) -> Iterator[Retention]:
         return (each for owner in self.engines.values() for each in owner.retentions.values())
@@ -177,7 +184,7 @@ class Retentions:
 
     # Requests of engines.
 
-    def retain(self, session: Session, request: m.Retain, now: float) -> m.Retained:
+    def retain(self, session: Session, request: m.Retain) -> m.Retained:
         """Retain a chain, or extend the time of its retention. Raises BadArgument, UnknownHandle.
 
         The blocks that fit are held now or, if counting them takes long, soon.
@@ -191,7 +198,7 @@ class Retentions:
         owner = self.engines.get(session.engine.name)
         if owner is None:
             owner = self.engines[session.engine.name] = Owner(session.engine.name)
-        until = now + request.seconds
+        until = self._sweeper.now + request.seconds
         found = owner.retentions.get(request.hashes[-1] + group.tag)
         if found is not None:
             if not found.sound:
@@ -237,15 +244,11 @@ class Retentions:
 
     # Requests of operators.
 
-    def pin(self, namespaces: Mapping[str, Namespace], session: Session, request: m.Pin) -> m.Pinned:
+    def pin(self, session: Session, request: m.Pin) -> m.Pinned:
         """Pin a chain. Raises NotPermitted unless an operator requests it and it fits, BadArgument, ClientError."""
         _check_operator(session)
-        namespace = namespaces.get(request.namespace)
-        if namespace is None:
-            raise ClientError(f"no namespace {request.namespace!r}; there are: {', '.join(namespaces) or 'none'}")
-        if not 0 <= request.group < len(namespace.groups):
-            raise BadArgument(f"group {request.group}: this namespace has {len(namespace.groups)}")
-        group = namespace.groups[request.group]
+        namespace = self._registry.find(request.namespace)
+        group = namespace.group(request.group)
         check_hashes(request.hashes, group.hash_bytes)
         if not request.hashes:
             raise BadArgument("a pin without a block")

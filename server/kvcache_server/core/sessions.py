@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from itertools import islice
 
@@ -38,6 +38,12 @@ class Namespace:
     def overhead(self) -> float:
         """The fraction of their pages that blocks of the group with the worst fit leave unused."""
         return max(1 - group.spec.block_bytes / group.allocated_bytes for group in self.groups)
+
+    def group(self, number: int) -> Group:
+        """Return one of its groups. Raises BadArgument."""
+        if not 0 <= number < len(self.groups):
+            raise BadArgument(f"group {number}: this namespace has {len(self.groups)}")
+        return self.groups[number]
 
     def forget(self) -> None:
         """Drop references that form cycles. The namespace is not used again."""
@@ -130,27 +136,6 @@ class Engine:
         self.writers[namespace.number] = tuple(writers[shard] for shard in shards) if whole else None
 
 
-class Users:
-    """The number of sessions per user, connected or disconnected."""
-
-    def __init__(self) -> None:
-        self._of: dict[int, int] = {}
-        self.sessions: Counter[int] = Counter()
-
-    def add(self, session: int, user: int) -> None:
-        """Assign `session` to `user`."""
-        self.drop(session)
-        self._of[session] = user
-        self.sessions[user] += 1
-
-    def drop(self, session: int) -> None:
-        user = self._of.pop(session, None)
-        if user is not None:
-            self.sessions[user] -= 1
-            if not self.sessions[user]:
-                del self.sessions[user]
-
-
 class Session:
     __slots__ = ("attached", "engine", "id", "is_operator", "label", "leases", "may_restate", "opened", "user")
 
@@ -197,7 +182,4 @@ class Session:
         attached = self.attached.get(number)
         if attached is None:
             raise UnknownHandle(f"namespace {number}: this session has not attached it")
-        groups = attached[0].groups
-        if not 0 <= group < len(groups):
-            raise BadArgument(f"group {group}: this namespace has {len(groups)}")
-        return attached[0], groups[group]
+        return attached[0], attached[0].group(group)

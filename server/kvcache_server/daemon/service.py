@@ -192,7 +192,7 @@ class Service:
         )
 
     def _grow(self, made: int, total: int) -> None:
-        self._cache.grow(self._region.ready_pages)
+        self._cache.pool.grow(self._region.ready_pages)
         if time.monotonic() - self._reported_at >= FILLING and made < total:
             self._reported_at = time.monotonic()
             log.info("%s of %s are in memory", format_size(made), format_size(total))
@@ -225,8 +225,8 @@ class Service:
     def _state(self) -> str:
         """Return the line that the service manager shows."""
         cache, sessions = self._cache, f"{len(self._sessions)} sessions"
-        made = f"{format_size(self._region.present)} in memory so far, " if cache.is_growing else ""
-        return f"{format_size(cache.used)} of {format_size(cache.capacity)} used, {made}{sessions}"
+        made = f"{format_size(self._region.present)} in memory so far, " if cache.pool.is_growing else ""
+        return f"{format_size(cache.used)} of {format_size(cache.pool.capacity)} used, {made}{sessions}"
 
     def _deliver(self) -> None:
         """Deliver the core's reports: first to the state file, then to the followers of changes.

@@ -49,7 +49,7 @@ class AdminOps:
     @property
     def in_grace(self) -> bool:
         """Whether sessions of the previous daemon are still reconnecting, so that nothing is evicted."""
-        return self._cache.in_grace
+        return self._cache.eviction.frozen
 
     async def report(self) -> Status:
         """Return the figures of `status`."""
@@ -84,7 +84,7 @@ class AdminOps:
             "asked": counters.get("blocks_requested", 0),
             "hit": counters.get("blocks_hit", 0),
             "stored": counters.get("blocks_committed", 0),
-            "evicted": cache.evictions.total(),
+            "evicted": cache.eviction.evictions.total(),
             "refused": cache.refusals.total(),
         }
         new = {key: value - self._told.get(key, 0) for key, value in now.items()}
@@ -94,7 +94,12 @@ class AdminOps:
             log.info(
                 "stored %s blocks, hit %s of %s asked, evicted %s, refused %s; %s blocks in %s of %s, %d sessions",
                 *(f"{new[key]:,}" for key in ("stored", "hit", "asked", "evicted", "refused")),
-                *(f"{blocks:,}", format_size(cache.used), format_size(cache.capacity), sessions),
+                *(
+                    f"{blocks:,}",
+                    format_size(cache.used),
+                    format_size(cache.pool.capacity),
+                    sessions,
+                ),
                 extra={"fields": {"event": "summary", **new}},
             )
 

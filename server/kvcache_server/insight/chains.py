@@ -71,7 +71,7 @@ class Chains:
         found: list[Block] = []
         for at in range(0, self._cache.geometry.pages, LOOK):
             yield
-            some = [each for each in self._cache.blocks_at(at, at + LOOK) if each.hash.endswith(end)]
+            some = [each for each in self._cache.pool.blocks[at : at + LOOK] if each and each.hash.endswith(end)]
             found += [each for each in some if each.account.group.trusts(each)]
             if len(found) >= MOST_MATCHES:
                 return found

@@ -120,7 +120,7 @@ class Explanations:
             notes=[Note(note.cause, round(now - note.at, 3), note.blocks) for note in notes],
             retained=[
                 Retained(each.held, len(each.names), round(each.until - now, 1))
-                for each in self._cache.retained_for(engine, name)
+                for each in self._cache.retentions.of_request(engine, name)
             ],
             lookups=len(lookups),
         )

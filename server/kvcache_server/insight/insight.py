@@ -89,7 +89,7 @@ class Insight:
     def _note_gone(self, change: Gone) -> None:
         blocks = change.blocks
         if change.cause in _CHOSEN:
-            self.misses.chosen(blocks, change.cause, change.actor, self._cache.evicts_by_age)
+            self.misses.chosen(blocks, change.cause, change.actor, self._cache.eviction.ranking.by_age)
         else:
             for block in blocks:
                 self.misses.removed(block.hash + block.account.group.tag, change.cause, change.actor)
@@ -112,7 +112,7 @@ class Insight:
     def _infinite_of(self, group: Group) -> InfiniteCache:
         found = self._infinite.get(group.tag)
         if found is None:
-            slots = self._cache.blocks_of(group.allocated_bytes)
+            slots = self._cache.pool.blocks_of(group.allocated_bytes)
             found = self._infinite[group.tag] = InfiniteCache(slots, self._cache.lots)
         return found
 
@@ -139,7 +139,7 @@ class Insight:
         if infinite is not None and asker.engine.asked(request.request, group).lookups <= 1:
             infinite.missed(request.hashes[reply.hits + reply.coming + (0 if cause == "pending" else blocks) :])
         if request.request:
-            engine, generation = asker.engine.name, cache.generation
+            engine, generation = asker.engine.name, cache.pool.generation
             below: tuple[Below, ...] = ()
             if said is not None and cause in ("", "pending"):
                 below = said(group, request.hashes, reply.hits, blocks, now, request.start)
@@ -149,7 +149,7 @@ class Insight:
 
     def tick(self, now: float) -> None:
         """Call it a few times per second."""
-        self.residency.tick(self._cache.generation, now)
+        self.residency.tick(self._cache.pool.generation, now)
         self.tap.tick(now)
 
     # Requests.

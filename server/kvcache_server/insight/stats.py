@@ -45,14 +45,14 @@ class Report:
             sessions=sessions,
             away=away,
             life=cache.epoch,
-            grace=cache.in_grace,
-            evictions=dict(cache.evictions),
-            evicted_unread=cache.evicted_unread,
-            eviction=cache.eviction_figures(),
+            grace=cache.eviction.frozen,
+            evictions=dict(cache.eviction.evictions),
+            evicted_unread=cache.eviction.evicted_unread,
+            eviction=cache.eviction.figures(),
             refusals=dict(cache.refusals),
-            hints=cache.retained(now),
+            hints=cache.retentions.figures(now),
             told=dict(self._telemetry.total),
-            counters={**cache.counters, "blocks_evicted": cache.evictions.total()},
+            counters={**cache.counters, "blocks_evicted": cache.eviction.evictions.total()},
             daemon=daemon(),
         )
 
@@ -67,19 +67,34 @@ class Report:
                 writing += len(pending[at : at + LOOK]) - ready
                 yield
         pinned = yield from self._pinned()
-        pool = self._cache.survey()
-        pool.blocks = sum(len(group.visible) for group in groups)
-        pool.blocks_writing, pool.blocks_hidden, pool.pinned_bytes = writing, hidden, pinned
-        pool.leases = sum(len(session.leases) for session in self._cache.holders())
-        pool.reservations = sum(len(engine.reservations) for engine in self._cache.engines.values())
-        pool.residence = self._residency.residence
-        return pool
+        cache, pool, geometry = self._cache, self._cache.pool, self._cache.geometry
+        survey, quarantined = pool.survey(), pool.quarantine.bytes
+        return Pool(
+            region_id=geometry.region_id.hex(),
+            bytes=pool.capacity,
+            used_bytes=cache.used,
+            pages=geometry.pages,
+            page_bytes=geometry.page_bytes,
+            blocks_quarantined=len(pool.quarantine),
+            ready_bytes=survey.used - survey.busy,
+            writing_bytes=survey.busy - quarantined,
+            quarantined_bytes=quarantined,
+            free_bytes=survey.free,
+            free_runs=len(pool.free.runs()),
+            blocks=sum(len(group.visible) for group in groups),
+            blocks_writing=writing,
+            blocks_hidden=hidden,
+            pinned_bytes=pinned,
+            leases=sum(len(session.leases) for session in cache.registry.holders()),
+            reservations=sum(len(engine.reservations) for engine in cache.engines.values()),
+            residence=self._residency.residence,
+        )
 
     def _pinned(self) -> Steps[int]:
         """Return the bytes of the blocks that leases hold, each counted once. O(leases, blocks that they hold)."""
         found: dict[int, Block] = {}  # by id(): no other block has it while this one is referenced here
         size = looks = 0
-        for session in self._cache.holders():
+        for session in self._cache.registry.holders():
             for lease in list(session.leases.values()):
                 for block in lease.blocks:
                     each: Block | None = block
@@ -99,7 +114,7 @@ class Report:
         engines: dict[int, Counter[str]] = {
             number: Counter() for number in self._cache.namespaces
         }  # bytes of each, by namespace
-        for at, share in enumerate(self._cache.shares(), 1):
+        for at, share in enumerate(list(self._cache.eviction.fair_share.shares), 1):
             engines.setdefault(share.namespace, Counter())[share.engine] += share.bytes
             if at % LOOK == 0:
                 yield
@@ -163,8 +178,8 @@ class Report:
     def _away(self) -> Steps[list[status.Away]]:
         written = yield from self._reservations(lambda reservation: set(reservation.writers))
         return [
-            status.Away(id=number, engine=engine.name, reservations=written[number])
-            for number, engine in self._cache.away.items()
+            status.Away(id=number, engine=session.engine.name, reservations=written[number])
+            for number, session in self._cache.registry.disconnected.items()
         ]
 
     def _reservations(self, whose: Callable[[Reservation], Iterable[int]]) -> Steps[Counter[int]]:

@@ -23,6 +23,7 @@ from kvcache_server import status
 from kvcache_server.core.boundary import last_end
 from kvcache_server.core.cache import Cache
 from kvcache_server.core.effects import Change, SessionGone, Shown
+from kvcache_server.core.eviction.worth import likely
 from kvcache_server.core.index import CLASS_MASK, GONE, Account, Block, Group
 from kvcache_server.core.limits import LOOK
 from kvcache_server.core.sessions import Session
@@ -311,7 +312,7 @@ class Tiering:
                 case SessionGone() if change.session in self._tiers:
                     tier = self._tiers.pop(change.session)
                     self._turn_off(tier, "gone")
-                    self._cache.do_later(tier.writes.forget_marks)
+                    self._cache.sweeper.add(tier.writes.forget_marks)
                     self._listen()
                 case _:
                     pass
@@ -334,7 +335,7 @@ class Tiering:
         return m.THROUGH in policies or (m.SECOND in policies and (cls > 0 or self._likely(account)))
 
     def _likely(self, account: Account) -> bool:
-        return self._cache.is_likely_to_return(account)
+        return likely(self._cache.eviction.learner.worths, account.share)
 
     # Requests.
 
@@ -431,7 +432,7 @@ class Tiering:
         tier = self._tiers.get(session)
         if tier is None or not tier.on:
             return None
-        if tier.policy == m.AHEAD and self._cache.is_nearly_full and now >= tier.looked_ahead_at + AHEAD_EVERY:
+        if tier.policy == m.AHEAD and self._cache.pool.is_nearly_full and now >= tier.looked_ahead_at + AHEAD_EVERY:
             tier.looked_ahead_at = now
             self._look_ahead(tier)
         to_write = tier.writes.queue if not tier.writes_off else ()
@@ -453,7 +454,7 @@ class Tiering:
             specs[namespace.number] = namespace
             room -= _hash_bytes(looking.group) * len(looking.hashes)
             jobs.looks.append(m.Look(job, namespace.id, looking.group.number, looking.hashes))
-        budget = max(self._cache.capacity // SHARE, tier.batch_bytes)
+        budget = max(self._cache.pool.capacity // SHARE, tier.batch_bytes)
         while (
             tier.fetches.in_flight < budget
             and room > 0
@@ -497,14 +498,14 @@ class Tiering:
             return None
         specs[namespace.number] = namespace
         job = next(self._numbers)
-        lease, slots, sums = self._cache.lend(tier.session, batch)
+        lease, slots, sums = self._cache.lookups.lend(tier.session, batch)
         tier.writes.begin(job, Writing(lease, batch))
         return m.WriteOut(job, namespace.id, group.number, [block.hash for block in batch], slots, sums)
 
     def _look_ahead(self, tier: Tier) -> None:
         """Let the tier store blocks that are about to be evicted, if they were ever found."""
         left, last = AHEAD_BLOCKS, tier.next_ahead
-        for account, leaf in self._cache.next_to_go(tier.next_ahead, AHEAD_LEAVES):
+        for account, leaf in self._cache.eviction.fair_share.next_to_go(tier.next_ahead, AHEAD_LEAVES):
             if left <= 0 and account != last:
                 tier.next_ahead = account
                 return

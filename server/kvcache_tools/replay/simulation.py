@@ -110,7 +110,7 @@ def replay(
                 "optimum": optimum(requests, whole.blocks) / asked,
                 "lookup_p50_us": statistics.median(times) * 1e6,
                 "lookup_p99_us": sorted(times)[int(len(times) * 0.99)] * 1e6,
-                "evicted": shared.cache.evictions.total(),
+                "evicted": shared.cache.eviction.evictions.total(),
             }
         )
     return {
