@@ -161,7 +161,7 @@ class AdminOps:
         broken = ""
         try:
             if self._cache.sessions and integrity.takes_long(self._cache):
-                await self._run(self._auditing())
+                await self._run(integrity.audit(self._cache))
             else:
                 integrity.check_integrity(self._cache)
         except AssertionError as error:
@@ -172,11 +172,6 @@ class AdminOps:
             log.info("integrity: sound")
         self.integrity.checks += 1
         return broken
-
-    def _auditing(self) -> Steps[None]:
-        audit = integrity.Audit(self._cache)
-        while audit.go_on():
-            yield
 
     def check_soon(self) -> None:
         """Start a check, whose result goes to the log."""
