@@ -28,9 +28,9 @@ from kvcache_proto.types import (
 )
 from kvcache_server.core.cache import Cache
 from kvcache_server.core.eviction.worth import FACTOR_ONE_OFF
-from kvcache_server.core.free_runs import Runs
 from kvcache_server.core.index import CLASSES, NEXT_TICK, SPARE, Account, Block, Grant, Group, Share
 from kvcache_server.core.integrity import check_integrity
+from kvcache_server.core.pool import Runs
 from kvcache_server.core.registry import OPERATORS
 from kvcache_server.core.sessions import Session
 

@@ -10,8 +10,7 @@ from typing import Any
 import msgspec
 
 from kvcache_proto.errors import ConfigError
-from kvcache_server.explanation import Difference
-from kvcache_server.insight.differences import differences
+from kvcache_server.explanation import Difference, differences
 from kvcache_server.status import Group, Status
 
 MOST_PAIRS = 5  # of namespaces to compare, of one daemon, or of one model on two hosts

@@ -19,13 +19,13 @@ from kvcache_proto import messages as m
 from kvcache_proto.errors import BadArgument, ClientError, NotPermitted
 from kvcache_proto.types import FULL, check_hashes
 from kvcache_server import status
-from kvcache_server.core.boundary import boundary
 from kvcache_server.core.effects import Effects, Hinted
 from kvcache_server.core.eviction.policy import DROPPED, Eviction
 from kvcache_server.core.index import GOES_FIRST, Block, Group
 from kvcache_server.core.invalidation import Invalidation
 from kvcache_server.core.journal import PinEnded, PinMade
 from kvcache_server.core.limits import LOOK, STEP, Limits
+from kvcache_server.core.lookups import boundary
 from kvcache_server.core.pins import Lease, Pins, new_lease
 from kvcache_server.core.pool import Pool
 from kvcache_server.core.registry import Registry

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import logging
 from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -12,7 +13,6 @@ from aiohttp.typedefs import Handler
 
 from kvcache_proto.errors import BadArgument, ClientError, KVCacheError, Unavailable
 from kvcache_server.http import schema
-from kvcache_server.http.host_header import is_ours
 
 if TYPE_CHECKING:
     from aiohttp.typedefs import Middleware  # not in every version that we support
@@ -90,6 +90,22 @@ def finish_replies(
         return response
 
     return middleware
+
+
+def is_ours(host: str, names: Collection[str]) -> bool:
+    """Return whether `host` is an address or one of `names`, which are in lower case.
+
+    Against DNS rebinding: another site can make its own host name resolve to this host and let its page read our
+    answers, but it cannot do that with an address.
+    """
+    name = host.partition("]")[0].lstrip("[") if host.startswith("[") else host.partition(":")[0]
+    if name.lower() in names:
+        return True
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
 
 
 def make_runner(app: web.Application, logger: logging.Logger) -> web.AppRunner:

@@ -29,9 +29,7 @@ from kvcache_server.insight.explanations import Explanations, kept_back
 from kvcache_server.insight.infinite_cache import InfiniteCache
 from kvcache_server.insight.lookup_tap import LookupTap
 from kvcache_server.insight.miss_log import Below, EngineNote, Lookup, MissLog
-from kvcache_server.insight.residency import Residency
-from kvcache_server.insight.stats import Report
-from kvcache_server.insight.telemetry import Telemetry
+from kvcache_server.insight.stats import Report, Residency, Telemetry
 from kvcache_server.slices import Steps, begin
 from kvcache_server.status import Daemon, Status
 

@@ -1,27 +1,34 @@
-"""The figures of `status`. Pure."""
+"""The figures of `status`, and what is counted for them beyond the core's state. Pure."""
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from math import inf
 
-from kvcache_proto.counts import OTHER
-from kvcache_proto.types import NamespaceSpec
+from kvcache_proto.counts import CLIENT_COUNTS, MAX_COUNT, MAX_GAIN, MAX_NAMES, OTHER
+from kvcache_proto.errors import BadArgument
+from kvcache_proto.messages import Tell
+from kvcache_proto.types import Breaker, NamespaceSpec
 from kvcache_server import status
 from kvcache_server.core.cache import Cache
 from kvcache_server.core.index import Block, Reservation
 from kvcache_server.core.limits import LOOK, STEP
-from kvcache_server.core.sessions import Namespace
+from kvcache_server.core.sessions import Namespace, Session
 from kvcache_server.insight.infinite_cache import InfiniteCache
-from kvcache_server.insight.residency import Residency
-from kvcache_server.insight.telemetry import Telemetry
 from kvcache_server.slices import Steps
-from kvcache_server.status import Daemon, Pool, Status
+from kvcache_server.status import Daemon, Histogram, Pool, Status
 
 # A report is one frame. Beyond this many characters, namespaces are reported without identities and groups. Of a
 # namespace's engines, only those with the most bytes are named.
 MOST_IDENTITY = 1 << 20
 MOST_ENGINES = 64
+
+_BOUNDS = (1, 10, 60, 300, 900, 3600, 4 * 3600, 12 * 3600, 86400, 3 * 86400, 7 * 86400)
+_SAMPLES = 4096
+_LOW = 8  # position of the lowest byte of the generation in a block's reference
+_EVERY = 8  # one eviction in this many is measured: this costs a fiftieth of storing a block
 
 
 class Report:
@@ -203,3 +210,92 @@ class Report:
 def _length(spec: NamespaceSpec) -> int:
     """Return the approximate number of characters in a report for the identity and the groups of a namespace."""
     return sum(map(len, [*spec.identity, *spec.identity.values()])) + len(spec.groups) * (80 + 8 * spec.shards)
+
+
+# Kept for the report.
+
+
+class Residency:
+    """How long blocks were cached.
+
+    Blocks have no timestamps, because there may be millions. Generations of slots increase with time, so a few pairs of
+    (generation, time) show when a slot was granted.
+
+    Attributes: `residence` is a histogram of the time in seconds that evicted blocks were cached, of one in 8.
+    """
+
+    def __init__(self) -> None:
+        self.residence = Histogram.of(_BOUNDS)
+        self._generations: list[int] = []
+        self._times: list[float] = []
+        self._now = 0.0
+
+    def tick(self, generation: int, now: float) -> None:
+        """Record that `generation` is the last one used by `now`. Call it a few times per second.
+
+        The age of blocks from before the first call, such as those of an earlier daemon, is unknown.
+        """
+        self._now = now
+        if self._generations and generation == self._generations[-1]:
+            return
+        self._generations.append(generation)
+        self._times.append(now)
+        if len(self._times) > _SAMPLES:  # drop every second old sample: old times need not be exact
+            del self._generations[1 : _SAMPLES // 2 : 2], self._times[1 : _SAMPLES // 2 : 2]
+
+    def evicted(self, blocks: Iterable[Block]) -> None:
+        """Count the blocks that are in the sample and were stored by this daemon."""
+        first = self._generations[0] if self._generations else inf
+        for generation in [block.generation for block in blocks if not block.ref[_LOW] % _EVERY]:
+            if generation > first:
+                at = bisect_left(self._generations, generation)
+                given = self._times[at] if at < len(self._times) else self._now
+                self.residence.add(max(0.0, self._now - given))
+
+
+class Client:
+    """The telemetry of one session's client. `breaker` is None if it has sent none."""
+
+    __slots__ = ("breaker", "counts")
+
+    def __init__(self) -> None:
+        self.breaker: Breaker | None = None
+        self.counts: Counter[str] = Counter()
+
+
+_SILENT = Client()
+
+
+class Telemetry:
+    """What clients report: the states of their breakers, and their counters.
+
+    `total` has the counts of all clients together, including former ones.
+    """
+
+    def __init__(self) -> None:
+        self.total: Counter[str] = Counter()
+        self._clients: dict[int, Client] = {}  # by session
+
+    def of(self, session: int) -> Client:
+        return self._clients.get(session, _SILENT)
+
+    def tell(self, session: Session, request: Tell) -> None:
+        """Store the telemetry of a session's client, and add it to the total. Raises BadArgument; then nothing has
+        changed."""
+        counts = request.counts
+        if request.breaker not in list(Breaker):
+            raise BadArgument(f"breaker {request.breaker}: one of {', '.join(str(int(each)) for each in Breaker)}")
+        if len(counts) > MAX_NAMES or not all(0 <= count <= MAX_GAIN for count in counts.values()):
+            raise BadArgument(f"{len(counts)} counts: at most {MAX_NAMES}, each 0 to {MAX_GAIN}")
+        client = self._clients.get(session.id)
+        if client is None:
+            client = self._clients[session.id] = Client()
+        client.breaker = Breaker(request.breaker)
+        for name, count in counts.items():
+            known = name if name in CLIENT_COUNTS else OTHER
+            for told in (client.counts, self.total):
+                told[known] = min(told[known] + count, MAX_COUNT)
+
+    def forget(self, session: int) -> None:
+        """Drop the telemetry of a session's client; the total keeps it."""
+        self._clients.pop(session, None)

@@ -12,7 +12,6 @@ from kvcache_server.core.effects import Effects
 from kvcache_server.core.eviction.fair_share import FairShare
 from kvcache_server.core.eviction.learner import Learner
 from kvcache_server.core.eviction.ranking import Ranking
-from kvcache_server.core.free_runs import Runs
 from kvcache_server.core.index import (
     CLASS_MASK,
     CLASSES,
@@ -23,7 +22,7 @@ from kvcache_server.core.index import (
     Share,
 )
 from kvcache_server.core.limits import STEP, Limits
-from kvcache_server.core.pool import Pool
+from kvcache_server.core.pool import Pool, Runs
 from kvcache_server.core.sampling import Draw, Lots
 from kvcache_server.core.sweeper import Sweeper
 from kvcache_server.core.tiers import Tiers

@@ -34,8 +34,8 @@ from kvcache_proto.region import (
     row_of,
 )
 from kvcache_proto.types import FULL, MAX_HASHES, TAIL
-from kvcache_server.core.free_runs import Runs
 from kvcache_server.core.journal import Manifest
+from kvcache_server.core.pool import Runs
 
 _ROW = np.dtype(
     {
