@@ -7,7 +7,6 @@ region before the reply that reports it.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any
 
@@ -67,28 +66,25 @@ class Cache:
         self.rows = RegionRows(buffer, geometry)
         if epoch == 1:
             self.rows.format()
-        self.effects = effects = Effects()
-        self.sweeper = sweeper = Sweeper(effects)
-        self.counters: Counter[str] = Counter()
-        self.refusals: Counter[str] = Counter()
+        self.effects = Effects()
+        self.counters, self.refusals = self.effects.counters, self.effects.refusals
+        self.sweeper = sweeper = Sweeper(self.effects)
         # Generations of a fresh region start at random, so references into an older region match nothing.
         self.pool = pool = Pool(
             self.rows, seed & ((1 << 63) - 1), geometry.pages if ready_pages is None else ready_pages
         )
         draw = keyed_draw(secret)
         self.lots = Lots(draw)
-        self.eviction = eviction = Eviction(pool, limits, self.counters, effects, sweeper, draw, self.lots, policy)
-        self.registry = registry = Registry(pool, eviction, limits, self.counters, effects, sweeper)
+        self.eviction = eviction = Eviction(pool, sweeper, limits, draw, self.lots, policy)
+        self.registry = registry = Registry(pool, eviction, sweeper, limits)
         self.namespaces, self.sessions, self.engines = registry.namespaces, registry.sessions, registry.engines
         self.open_session, self.resume_session = registry.open, registry.resume
         self.disconnect_session = registry.disconnect
-        self.lookups = Lookups(pool, eviction.learner, limits, self.counters, self.refusals)
-        self.reservations = Reservations(
-            pool, eviction, self.engines, limits, self.counters, self.refusals, effects, sweeper
-        )
+        self.lookups = Lookups(pool, eviction.learner, self.effects, limits)
+        self.reservations = Reservations(pool, eviction, self.engines, sweeper, limits)
         self.lookups.last = self.reservations.last = epoch << EPOCH_SHIFT
-        self.invalidation = Invalidation(pool, eviction, self.reservations, self.counters, effects, sweeper)
-        self.retentions = Retentions(pool, eviction, self.invalidation, registry, limits, effects, sweeper)
+        self.invalidation = Invalidation(pool, eviction, self.reservations, sweeper)
+        self.retentions = Retentions(pool, eviction, self.invalidation, registry, sweeper, limits)
         self._grace_until = 0.0
         self._handlers: dict[type, Callable[[Session, Any], m.Reply | None]] = {
             m.Acquire: self.lookups.acquire,
@@ -115,8 +111,8 @@ class Cache:
 
     def set_limits(self, limits: Limits) -> None:
         """Apply `limits` from now on. Usage that already exceeds them stays, but does not grow."""
-        self.limits = self.registry.limits = limits
-        for part in (self.eviction, self.lookups, self.reservations, self.retentions):
+        self.limits = self.registry.limits = self.retentions.limits = limits
+        for part in (self.eviction, self.lookups, self.reservations):
             part.set_limits(limits)
 
     def keep_checksums(self, checksums: Checksums) -> None:
@@ -208,7 +204,8 @@ class Cache:
                 self.retentions.clear(namespace.number)
                 self.invalidation.clear(namespace)
             self.sweeper.add(self.registry.prune)
-        uncover_all([each.pins for each in (*self.engines.values(), *self.retentions.owners())])
+        uncover_all(engine.pins for engine in self.engines.values())
+        uncover_all(owner.pins for owner in self.retentions.owners())
 
     # After a restart.
 
@@ -217,7 +214,7 @@ class Cache:
         from kvcache_server.core.recovery.restore import Restoration  # imports numpy
 
         parts = (self.pool, self.registry, self.reservations, self.counters)
-        Restoration(snapshot, *parts, now, self.limits.quarantine).run()
+        Restoration(snapshot, *parts, now).run()
         self.retentions.restore(snapshot.manifest.pins)
         sessions = snapshot.manifest.sessions
         self.await_sessions([sessions[number] for number in snapshot.living], now)

@@ -104,7 +104,7 @@ def _check_page(cache: Cache, page: int) -> None:
         assert cache.pool.page(block) == page, "a block that lives elsewhere"
         _check_block(cache, block)
         if row is None:
-            assert block.visible and not block.account.group.trusts(block), "a block that the next daemon would lose"
+            assert block.visible and not block.is_found, "a block that the next daemon would lose"
             return
         body, group = row.body, block.account.group
         assert row.parent == block.parent.generation and body.block_hash == block.hash, "another block's row"
@@ -166,7 +166,7 @@ def _check_group(cache: Cache, group: Group, pins: Counter[int], living: dict[in
     assert not group.visible.keys() & group.pending.keys(), "a hash both visible and pending"
     roots = (group.above.root, *cache.reservations.orphaned.values())
     tree = [each for root in roots for each in root.subtree()[1:] if each.account.group is group]
-    distrusted = [block for block in tree if block.visible and not group.trusts(block)]
+    distrusted = [block for block in tree if block.visible and not block.is_found]
     blocks = [*group.visible.values(), *(grant.block for grant in group.pending.values()), *distrusted]
     assert len(tree) == len(blocks) and {id(b) for b in tree} == {id(b) for b in blocks}, "the tree is not the index"
     about_to_be_shown = {id(block) for block in cache.reservations.showing}
@@ -176,8 +176,8 @@ def _check_group(cache: Cache, group: Group, pins: Counter[int], living: dict[in
         assert block.pins == pins[id(block)], f"{block.pins} pins, {pins[id(block)]} leases"
         assert block.parent is not None
         if block.visible:
-            below = [each for each in block.children() if each.account.group.trusts(each)]
-            assert group.trusts(block) or not below or group.above.severed, "found below what is distrusted"
+            below = [each for each in block.children() if each.is_found]
+            assert block.is_found or not below or group.above.severed, "found below what is distrusted"
             assert (block.queued > UNQUEUED) == (id(block) in queued)
         else:
             found = group.pending[block.hash].ready and group.reaches(block.parent)
@@ -214,7 +214,7 @@ def _check_all_pages(cache: Cache, living: dict[int, Block]) -> None:
             busy += pages
         else:
             assert id(block) in living, "a block that nothing can free"
-            if block.visible and not block.account.group.trusts(block):
+            if block.visible and not block.is_found:
                 # The next daemon learns of cleared blocks from the state file.
                 assert row is None or id(block) in cleared, "a distrusted block that the next daemon would find"
         if id(block) in living:
@@ -230,7 +230,7 @@ def _check_all_pages(cache: Cache, living: dict[int, Block]) -> None:
         assert share.bytes == held.get(share, 0), "a share that does not add up"
     for account in cache.eviction.fair_share.accounts:
         stale = sum(block.pins == GONE for block in account.entries())
-        assert account.stale == stale, "an order of blocks that have gone"
+        assert sum(order.stale for order in account.orders) == stale, "an order of blocks that have gone"
         assert stale <= CLASSES * SPARE + len(account.entries()) - stale, "an order that nobody sweeps"
 
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
+from itertools import islice, takewhile
 from typing import NamedTuple
 
 from kvcache_proto import messages as m
 from kvcache_proto.errors import BadArgument
 from kvcache_proto.types import FULL, MAX_HASHES, REF_BYTES, SUM_BYTES, TAIL, GroupSpec, check_hashes
 from kvcache_server.core.checksums import Checksums
+from kvcache_server.core.effects import Effects
 from kvcache_server.core.eviction.learner import Learner
 from kvcache_server.core.index import Block, Group
 from kvcache_server.core.limits import LOOK, Limits
@@ -41,19 +42,12 @@ class _Match(NamedTuple):
 class Lookups:
     """Answers lookups, and pins the blocks that they found. `last` is the number of the last lease."""
 
-    def __init__(
-        self,
-        pool: Pool,
-        learner: Learner,
-        limits: Limits,
-        counters: Counter[str],
-        refusals: Counter[str],
-    ) -> None:
+    def __init__(self, pool: Pool, learner: Learner, effects: Effects, limits: Limits) -> None:
         self.last = 0
         self.checksums: Checksums | None = None  # set if there is a file for them
         self.tiers: Tiers | None = None  # set while there are any
         self._pool, self._learner = pool, learner
-        self._counters, self._refusals = counters, refusals
+        self._counters, self._refusals = effects.counters, effects.refusals
         self.set_limits(limits)
 
     def set_limits(self, limits: Limits) -> None:
@@ -144,10 +138,10 @@ class Lookups:
         blocks = [*chain, *tails] if tails else chain
         slots = b"".join([block.ref for block in blocks])
         sums = b""
-        if request.verify and self.checksums:
-            locate = self._pool.locate_if_scattered
-            read = self.checksums.read
-            sums = read(slots, group.sum_offsets, locate) if not tails else b"".join(map(self._sums, blocks))
+        if request.verify and self.checksums and tails:
+            sums = b"".join([self._sums([block]) for block in blocks])
+        elif request.verify and self.checksums:
+            sums = self.checksums.read(slots, group.sum_offsets, self._pool.locate_if_scattered)
         return m.Acquired(request.id, lease, hits, pending, slots, withheld, sums, coming, eta, match.junction)
 
     def _note_asked(
@@ -191,9 +185,9 @@ class Lookups:
         """Count hits that were not yet counted for this request, and note that their blocks were read."""
         chain, tails = match.chain, match.tails
         if chain:
-            self._pool.note_read(match.proof or chain[-1])
+            self._pool.touch(match.proof or chain[-1], read=1)
         for block in tails:
-            self._pool.note_read(block)
+            self._pool.touch(block, read=1)
         more = hits - asked.hits
         if more > 0:
             asked.hits += more
@@ -208,28 +202,23 @@ class Lookups:
         """Start a lease on blocks of one group, each by itself; return its number, their references, and checksums."""
         self.last += 1
         session.pin(self.last, None, 0, 0, blocks)
-        group, slots, sums = blocks[0].account.group, b"".join([block.ref for block in blocks]), b""
-        if self.checksums is not None:
-            sums = self.checksums.read(slots, group.sum_offsets, self._pool.locate_if_scattered)
-        return self.last, slots, sums or bytes(len(blocks) * len(group.spec.shards) * SUM_BYTES)
+        return self.last, b"".join([block.ref for block in blocks]), self._sums(blocks)
 
-    def _sums(self, block: Block) -> bytes:
-        """Return the checksums of one block, 0 for shards that have none."""
-        group = block.account.group
-        assert self.checksums is not None
-        sums = self.checksums.read(block.ref, group.sum_offsets, self._pool.locate_if_scattered)
-        return sums or bytes(SUM_BYTES * len(group.spec.shards))
+    def _sums(self, blocks: Sequence[Block]) -> bytes:
+        """Return the checksums of blocks of one group, 0 for shards that have none."""
+        group, sums = blocks[0].account.group, b""
+        if self.checksums is not None:
+            slots = b"".join([block.ref for block in blocks])
+            sums = self.checksums.read(slots, group.sum_offsets, self._pool.locate_if_scattered)
+        return sums or bytes(len(blocks) * len(group.spec.shards) * SUM_BYTES)
 
     def release(self, session: Session, request: m.Release) -> None:
         """End the session's leases named in `request`; count unknown ones."""
-        unknown = 0
         for lease in request.leases:
             if lease in session.leases:
                 session.unpin(lease)
             else:
-                unknown += 1
-        if unknown:
-            self._counters["releases_unknown"] += unknown
+                self._counters["releases_unknown"] += 1
 
     # After a restart, or a lost connection.
 
@@ -267,9 +256,10 @@ class Lookups:
                 lost.append(number)
                 continue
             block = blocks.pop(0) if blocks[0].account.group.spec.kind == FULL else None
-            may_pin = len(session.leases) < self._max_leases
-            may_pin = may_pin and all(each.account.group.spec.kind == TAIL for each in blocks)
-            size = chains.add(block, self._quota - pins.bytes + ended - _bytes(blocks)) if may_pin else None
+            room = self._quota - pins.bytes + ended - _bytes(blocks)
+            fits = room >= 0 and len(session.leases) < self._max_leases
+            fits = fits and all(each.account.group.spec.kind == TAIL for each in blocks)
+            size = (chains.add(block, room) if block is not None else 0) if fits else None
             if size is None:
                 lost.append(number)
                 self._counters["leases_over_limits"] += 1
@@ -288,22 +278,17 @@ class _Chains:
         self._left = MOST_RESTATED
         self._counted: set[int] = set()  # ids: the blocks are pinned meanwhile
 
-    def add(self, end: Block | None, room: int) -> int | None:
+    def add(self, end: Block, room: int) -> int | None:
         """Return the bytes of the blocks of the chain with that `end` that were not counted before; None, and count
         none, if there is no `room` for them, or too many would have to be examined."""
-        new: list[int] = []
-        size = end.account.group.allocated_bytes if end is not None else 0
-        for block in end.ancestors() if end is not None else ():
-            if id(block) in self._counted:
-                break
-            new.append(id(block))
-            if len(new) > self._left or len(new) * size > room:
-                break
+        most = min(max(self._left, 0), room // end.account.group.allocated_bytes)
+        uncounted = takewhile(lambda block: id(block) not in self._counted, end.ancestors())
+        new = [id(block) for block in islice(uncounted, max(0, most) + 1)]
         self._left -= len(new)
-        if len(new) * size > room or (new and self._left < 0):
+        if len(new) > most:
             return None
         self._counted.update(new)
-        return len(new) * size
+        return len(new) * end.account.group.allocated_bytes
 
 
 def _bytes(blocks: Sequence[Block]) -> int:

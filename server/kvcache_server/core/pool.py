@@ -1,6 +1,6 @@
 """The pages of the region, and the block on each. Pure.
 
-Every change of a row is written here before a reply reports it, except the settlements, which `Reservations` writes.
+Changes of rows are written here, except settlements, which `Reservations` writes.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from collections.abc import Iterable
 from itertools import islice
 from typing import NamedTuple
 
-from kvcache_proto.errors import BadArgument
 from kvcache_proto.region import FREED, RegionRows, RowFields, Run, pieces, row_of
 from kvcache_proto.types import REF_BYTES, pack_ref
 from kvcache_server.core.checksums import Locate
@@ -58,17 +57,12 @@ class Pool:
     def capacity(self) -> int:
         return self.geometry.pages * self.geometry.page_bytes
 
-    @property
-    def page_bytes(self) -> int:
-        return self.geometry.page_bytes
-
     def blocks_of(self, allocated_bytes: int) -> int:
         """Return the number of blocks of `allocated_bytes` bytes that the pool has room for."""
-        return self.capacity // max(allocated_bytes, self.page_bytes)
+        return self.capacity // max(allocated_bytes, self.geometry.page_bytes)
 
     @property
     def is_growing(self) -> bool:
-        """Whether more pages will be ready soon."""
         return self.ready < self.geometry.pages
 
     @property
@@ -84,16 +78,8 @@ class Pool:
 
     def survey(self) -> Survey:
         """Pages that are not ready yet count as free."""
-        used, size = self.ready - self.free.pages, self.page_bytes
+        used, size = self.ready - self.free.pages, self.geometry.page_bytes
         return Survey(used * size, self.busy * size, self.capacity - used * size)
-
-    def check_size(self, block_bytes: int) -> None:
-        """Raise BadArgument if a block of `block_bytes` does not fit into the region."""
-        if block_bytes > self.capacity:
-            raise BadArgument(
-                f"a block of {block_bytes} bytes does not fit into a region of {self.capacity} bytes: "
-                "start the daemon with a larger size"
-            )
 
     def set_time(self, now: float) -> None:
         """Date uses from now on at `now`, in seconds, but not before the last one."""
@@ -129,17 +115,12 @@ class Pool:
         return row
 
     def runs_of(self, block: Block) -> Runs:
-        """Return the pages of a block."""
         page = self.page(block)
         return self._scattered.get(page) or ((page, block.account.group.pages),)
 
-    def vacate(self, block: Block) -> Runs:
-        """Take a block off its pages, and return them; `place` or `give_back` must follow."""
-        page = self.page(block)
-        return self.vacate_at(page, block)
-
-    def vacate_at(self, page: int, block: Block) -> Runs:
-        """The same for a block whose first page is known."""
+    def vacate(self, block: Block, page: int | None = None) -> Runs:
+        """Take a block off its pages, of which the first may be given, and return them; `give_back` must follow."""
+        page = self.page(block) if page is None else page
         self.blocks[page] = None
         self.rows.close_row(row_of(page))
         runs = self._scattered.pop(page, None)
@@ -150,30 +131,21 @@ class Pool:
         return runs
 
     def give_back(self, runs: Runs) -> None:
-        """Free pages."""
         for page, count in runs:
             self.free.add(page, count)
 
-    def touch(self, block: Block) -> int:
-        """Record a use of `block`; return its first page."""
+    def touch(self, block: Block, read: int = 0) -> None:
+        """Record a use of `block` and, if it was `read`, that a lookup found it, and so the blocks above it."""
         self.tick = tick = self.tick + NEXT_TICK
         block.tick = tick | block.tick & CLASS_MASK
+        page = self.page(block)  # as in `write_tick`, without the call
+        self.rows.set_tick(row_of(page), block.tick)
+        self.read[page] |= read
+
+    def write_tick(self, block: Block, read: int = 0) -> None:
+        """Store the block's tick, which has changed, in its row, and whether it was `read`."""
         page = self.page(block)
         self.rows.set_tick(row_of(page), block.tick)
-        return page
-
-    def note_read(self, block: Block) -> None:
-        """Record that a lookup found `block`, and the blocks above it."""
-        self.read[self.touch(block)] = 1
-
-    def write_tick(self, block: Block) -> None:
-        """Store the block's tick, which has changed, in its row."""
-        self.rows.set_tick(self.row(block), block.tick)
-
-    def inherit(self, parent: Block, read: int) -> None:
-        """Store what `parent` inherits from a removed child: its tick, and whether it was `read`."""
-        page = self.page(parent)
-        self.rows.set_tick(row_of(page), parent.tick)
         self.read[page] |= read
 
     def page(self, block: Block) -> int:
@@ -204,9 +176,7 @@ class Pool:
 
     def resume(self, generation: int, free: Iterable[Run]) -> None:
         """Continue after an earlier daemon, whose last generation is given, with only these runs of pages free.
-
-        Blocks are added afterwards, by `adopt`, or in `blocks` if they have one run.
-        """
+        `adopt` adds its blocks afterwards."""
         self.generation = generation
         self.read = bytearray(b"\1") * self.geometry.pages
         self.free, runs = FreeRuns(), list(free)

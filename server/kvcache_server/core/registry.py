@@ -5,13 +5,13 @@ Pure; time is an argument.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable
+from itertools import islice
 
 from kvcache_proto import messages as m
 from kvcache_proto.errors import BadArgument, ClientError, NotPermitted, UnknownHandle
 from kvcache_proto.types import MAX_NAME
-from kvcache_server.core.effects import Effects, NamespaceClosed, NamespaceOpened
+from kvcache_server.core.effects import NamespaceClosed, NamespaceOpened
 from kvcache_server.core.eviction.policy import Eviction
 from kvcache_server.core.index import Account, Group, Share
 from kvcache_server.core.journal import EngineForgotten, EngineMade, NamespaceForgotten, NamespaceMade, SessionOpened
@@ -31,15 +31,7 @@ class Registry:
     released.
     """
 
-    def __init__(
-        self,
-        pool: Pool,
-        eviction: Eviction,
-        limits: Limits,
-        counters: Counter[str],
-        effects: Effects,
-        sweeper: Sweeper,
-    ) -> None:
+    def __init__(self, pool: Pool, eviction: Eviction, sweeper: Sweeper, limits: Limits) -> None:
         self.namespaces: dict[int, Namespace] = {}
         self.by_id: dict[str, Namespace] = {}
         self.engines: dict[str, Engine] = {}
@@ -51,7 +43,7 @@ class Registry:
         self.last_namespace = self.last_engine = self.last_session = 0
         self.limits = limits
         self._pool, self._eviction, self._fair_share = pool, eviction, eviction.fair_share
-        self._counters, self._effects, self._sweeper = counters, effects, sweeper
+        self._sweeper, self._effects, self._counters = sweeper, sweeper.effects, sweeper.effects.counters
 
     # Sessions.
 
@@ -82,9 +74,7 @@ class Registry:
         former.engine.disconnected.discard(number)
         if number in self.leaving:
             self.leaving[number] = now + self.limits.grace, self.leaving.pop(number)[1]
-        session = Session(number, former.engine, label, now, user)
-        session.may_restate = True
-        self._enter(session)
+        self._enter(Session(number, former.engine, label, now, user, may_restate=True))
         self._counters["sessions_resumed"] += 1
 
     def _enter(self, session: Session) -> None:
@@ -126,8 +116,10 @@ class Registry:
 
     def _end_some_leases(self) -> bool:
         if self.ended:
-            self.ended[-1].end_leases(4 * STEP)
-            if not self.ended[-1].leases:
+            session = self.ended[-1]
+            for number in list(islice(session.leases, 4 * STEP)):
+                session.unpin(number)
+            if not session.leases:
                 self.ended.pop()
         return bool(self.ended)
 
@@ -211,9 +203,13 @@ class Registry:
         if own >= limits.user_namespaces and session.user != NOBODY:
             most = limits.user_namespaces
             raise NotPermitted(f"uid {session.user} has made {own} namespaces: max_user_namespaces is {most}")
-        for each in spec.groups:
-            self._pool.check_size(each.block_bytes)
-        namespace = Namespace(self.last_namespace + 1, spec, self._pool.page_bytes, session.user)
+        size, capacity = max(each.block_bytes for each in spec.groups), self._pool.capacity
+        if size > capacity:
+            raise BadArgument(
+                f"a block of {size} bytes does not fit into a region of {capacity} bytes: "
+                "start the daemon with a larger size"
+            )
+        namespace = Namespace(self.last_namespace + 1, spec, self._pool.geometry.page_bytes, session.user)
         self._effects.records.append(NamespaceMade(namespace.number, spec))
         self.add_namespace(namespace)
         self._effects.changes.append(NamespaceOpened(namespace))
@@ -230,7 +226,6 @@ class Registry:
         self.namespaces[namespace.number] = self.by_id[namespace.id] = namespace
 
     def detach(self, session: Session, request: m.Detach) -> None:
-        """Detach the session from a namespace."""
         left = session.attached.pop(request.namespace, None)
         if left is None:
             self._counters["detaches_unknown"] += 1

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
-from functools import partial
 
 from kvcache_proto import messages as m
 from kvcache_proto.errors import BadArgument, UnknownHandle
 from kvcache_proto.types import MAX_BLOCKS, SUM_BYTES, TAIL, Outcome, Refusal, Verdict, check_hashes
 from kvcache_server.core.checksums import Checksums
-from kvcache_server.core.effects import Effects, Shown
+from kvcache_server.core.effects import Shown
 from kvcache_server.core.eviction.policy import Eviction
 from kvcache_server.core.index import (
     CLASSES,
@@ -49,15 +48,7 @@ class Reservations:
     """
 
     def __init__(
-        self,
-        pool: Pool,
-        eviction: Eviction,
-        engines: Mapping[str, Engine],
-        limits: Limits,
-        counters: Counter[str],
-        refusals: Counter[str],
-        effects: Effects,
-        sweeper: Sweeper,
+        self, pool: Pool, eviction: Eviction, engines: Mapping[str, Engine], sweeper: Sweeper, limits: Limits
     ) -> None:
         self.last = self.last_writers = 0
         self.writers: dict[tuple[int, ...], int] = {}
@@ -67,7 +58,8 @@ class Reservations:
         self._pool, self._rows, self._eviction = pool, pool.rows, eviction
         self._engines, self._sweeper = engines, sweeper
         self._classes = eviction.learner.expected
-        self._counters, self._refusals, self._effects = counters, refusals, effects
+        self._effects = effects = sweeper.effects
+        self._counters, self._refusals = effects.counters, effects.refusals
         self.set_limits(limits)
 
     def set_limits(self, limits: Limits) -> None:
@@ -78,7 +70,7 @@ class Reservations:
 
     def reserve(self, session: Session, request: m.Reserve) -> m.Reserved:
         """Grant the blocks of the request's runs that may be granted. Raises BadArgument; then nothing has changed."""
-        self._eviction.refresh()
+        self._eviction.begin_reservation()
         namespace, group = session.group(request.namespace, request.group)
         runs = request.runs
         count = sum([len(run.hashes) for run in runs])
@@ -97,16 +89,15 @@ class Reservations:
         writers = self._writers(session, namespace)
         if writers is None:
             raise BadArgument(
-                f"not all {namespace.spec.shards} shards are attached by sessions of {session.engine.name!r}: attach "
+                f"not all {namespace.shards} shards are attached by sessions of {session.engine.name!r}: attach "
                 "them first"
             )
         self.last += 1
-        reservation = Reservation(self.last, namespace.number, session.id, writers, self._sweeper.now)
-        reservation.writers_number = self.writers[writers]
+        number, now = self.writers[writers], self._sweeper.now
+        reservation = Reservation(self.last, namespace.number, session.id, writers, number, now)
         answers = bytearray()
         # A session that has attached the namespace keeps its engine's accounts there.
         accounts = [session.engine.accounts[namespace.number, run.group or group.number] for run in runs]
-        self._eviction.limit_evictions()
         try:
             for run, account in zip(runs, accounts, strict=True):
                 self._grant_run(reservation, account, run, answers)
@@ -151,7 +142,7 @@ class Reservations:
     @staticmethod
     def _writers(session: Session, namespace: Namespace) -> tuple[int, ...] | None:
         """Return the writing session of each shard of the blocks that `session` reserves; None if a shard has none."""
-        shards = namespace.spec.shards
+        shards = namespace.shards
         if len(session.attached[namespace.number][1]) == shards:
             return (session.id,) * shards
         return session.engine.writers[namespace.number]
@@ -328,29 +319,22 @@ class Reservations:
         left = [each for each in session.engine.reservations.values() if each.owner == session.id and each.id > heard]
         self._counters["reservations_unheard"] += len(left)
         until = self._sweeper.now + self.limits.quarantine
-        self._sweeper.add(partial(self._go_on, left, lambda each: self.abandon(each, until)))
+        self._sweeper.add(_one_by_one(left, lambda each: self.abandon(each, until)))
 
     def writer_ended(self, engine: Engine, session: int) -> Step:
         """Return the step that settles as dead the shards that `session`, which has ended, may be writing; their slots
         are quarantined."""
-        left = [each for each in engine.reservations.values() if session in each.writers]
         until = self._sweeper.now + self.limits.quarantine
-        return partial(self._go_on, left, lambda each: self._fail_dead(each, session, until))
 
-    @staticmethod
-    def _go_on(left: list[Reservation], end: Callable[[Reservation], None]) -> bool:
-        """End one of the remaining reservations, the oldest first."""
-        if left:
-            end(left.pop(0))
-        return bool(left)
+        def fail(reservation: Reservation) -> None:
+            written = sum(1 << shard for shard, writer in enumerate(reservation.writers) if writer == session)
+            for grant in list(reservation.grants):
+                if dead := written & ~grant.settled:
+                    grant.tainted_until = until
+                    self._counters["shards_dead"] += dead.bit_count()
+                    self._fail(grant, dead, "writer_died")
 
-    def _fail_dead(self, reservation: Reservation, session: int, until: float) -> None:
-        written = sum(1 << shard for shard, writer in enumerate(reservation.writers) if writer == session)
-        for grant in list(reservation.grants):
-            if dead := written & ~grant.settled:
-                grant.tainted_until = until
-                self._counters["shards_dead"] += dead.bit_count()
-                self._fail(grant, dead, "writer_died")
+        return _one_by_one([each for each in engine.reservations.values() if session in each.writers], fail)
 
     def free_quarantined(self) -> bool:
         """Free some of the slots whose quarantine is over; return whether more are left."""
@@ -482,3 +466,14 @@ class Reservations:
         else:
             self._pool.busy -= group.pages
             self._pool.give_back(self._pool.vacate(block))
+
+
+def _one_by_one(reservations: list[Reservation], end: Callable[[Reservation], None]) -> Step:
+    """Return the step that ends the reservations, the oldest first."""
+
+    def step() -> bool:
+        if reservations:
+            end(reservations.pop(0))
+        return bool(reservations)
+
+    return step

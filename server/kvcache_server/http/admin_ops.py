@@ -48,11 +48,9 @@ class AdminOps:
 
     @property
     def in_grace(self) -> bool:
-        """Whether sessions of the previous daemon are still reconnecting, so that nothing is evicted."""
         return self._cache.eviction.frozen
 
     async def report(self) -> Status:
-        """Return the figures of `status`."""
         figures: Status = await self._run(self._insight.reporting(time.monotonic()))
         return figures
 

@@ -23,8 +23,8 @@ _HEADERS = {"Server": "kvcache-server", "Cache-Control": "no-store", "X-Content-
 _Body = TypeVar("_Body")
 
 
-def json_response(answer: object) -> web.Response:
-    return web.Response(body=msgspec.json.encode(answer), content_type=JSON)
+def json_response(answer: object, status: int = 200) -> web.Response:
+    return web.Response(body=msgspec.json.encode(answer), status=status, content_type=JSON)
 
 
 def decode(body: bytes, kind: type[_Body]) -> _Body:
@@ -32,14 +32,11 @@ def decode(body: bytes, kind: type[_Body]) -> _Body:
     try:
         sent = msgspec.json.decode(body)
         if isinstance(sent, dict):  # in JSON Schema, 4.0 is an integer
-            sent = {key: int(each) if _is_whole(each) else each for key, each in sent.items()}
+            whole = {key: int(each) for key, each in sent.items() if isinstance(each, float) and each.is_integer()}
+            sent |= whole
         return msgspec.convert(sent, kind)
     except (msgspec.MsgspecError, RecursionError) as error:  # RecursionError: brackets nested without end
         raise BadArgument(f"the body: {error}") from None
-
-
-def _is_whole(value: object) -> bool:
-    return isinstance(value, float) and value.is_integer()
 
 
 def finish_replies(
@@ -121,6 +118,4 @@ def make_runner(app: web.Application, logger: logging.Logger) -> web.AppRunner:
 
 
 def _error(status: int, code: str, message: Any) -> web.Response:
-    response = json_response(schema.Error(code, str(message)))
-    response.set_status(status)
-    return response
+    return json_response(schema.Error(code, str(message)), status)

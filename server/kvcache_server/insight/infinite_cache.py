@@ -27,8 +27,6 @@ class InfiniteCache:
     Their lots (sampling.py) decide which ones are remembered, so that each stands for the same number of blocks.
     """
 
-    __slots__ = ("_draws", "_every", "_look", "_lots", "_mask", "_new", "missed_blocks")
-
     def __init__(self, slots: int, lots: Lots) -> None:
         """The pool has `slots` slots; `lots` draws the lots of hashes."""
         self._draws = lots

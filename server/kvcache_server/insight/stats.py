@@ -7,13 +7,15 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from math import inf
 
+import msgspec
+
 from kvcache_proto.counts import CLIENT_COUNTS, MAX_COUNT, MAX_GAIN, MAX_NAMES, OTHER
 from kvcache_proto.errors import BadArgument
 from kvcache_proto.messages import Tell
 from kvcache_proto.types import Breaker, NamespaceSpec
 from kvcache_server import status
 from kvcache_server.core.cache import Cache
-from kvcache_server.core.index import Block, Reservation
+from kvcache_server.core.index import Block
 from kvcache_server.core.limits import LOOK, STEP
 from kvcache_server.core.sessions import Namespace, Session
 from kvcache_server.insight.infinite_cache import InfiniteCache
@@ -44,7 +46,7 @@ class Report:
         O(namespaces, accounts, sessions, grants), in slices: each part is reported as of its turn.
         """
         # Sessions first: a report without a session also has the memory that its end has freed.
-        sessions, away = (yield from self._sessions(now)), (yield from self._away())
+        sessions, away = yield from self._sessions(now)
         cache = self._cache
         return Status(
             pool=(yield from self._pool()),
@@ -152,7 +154,7 @@ class Report:
             requested_blocks=namespace.requested_blocks,
             hit_blocks=namespace.hit_blocks,
             hit_bytes=sum(group.read_blocks * group.spec.block_bytes for group in groups),
-            lost_blocks=sum(self._lost(group.tag) for group in groups),
+            lost_blocks=sum(self._infinite[group.tag].missed_blocks for group in groups if group.tag in self._infinite),
             saved_blocks=sum(group.saved_blocks for group in groups),
             saved_bytes=sum(group.saved_blocks * group.spec.block_bytes for group in groups),
             blocks=sum(len(group.visible) for group in groups),
@@ -160,8 +162,15 @@ class Report:
             engines=named,
         )
 
-    def _sessions(self, now: float) -> Steps[list[status.Session]]:
-        owned = yield from self._reservations(lambda reservation: (reservation.owner,))
+    def _sessions(self, now: float) -> Steps[tuple[list[status.Session], list[status.Away]]]:
+        """Return the sessions, and those that are away."""
+        owned, written = Counter[int](), Counter[int]()  # reservations, by session
+        reservations = [each for engine in self._cache.engines.values() for each in engine.reservations.values()]
+        for at, reservation in enumerate(reservations, 1):
+            owned[reservation.owner] += 1
+            written.update(set(reservation.writers))
+            if at % LOOK == 0:
+                yield
         found: list[status.Session] = []
         for session in list(self._cache.sessions.values()):
             client = self._telemetry.of(session.id)
@@ -180,31 +189,10 @@ class Report:
             )
             if len(found) % STEP == 0:
                 yield
-        return found
-
-    def _away(self) -> Steps[list[status.Away]]:
-        written = yield from self._reservations(lambda reservation: set(reservation.writers))
-        return [
+        return found, [
             status.Away(id=number, engine=session.engine.name, reservations=written[number])
             for number, session in self._cache.registry.disconnected.items()
         ]
-
-    def _reservations(self, whose: Callable[[Reservation], Iterable[int]]) -> Steps[Counter[int]]:
-        """Return the number of reservations by session; `whose` returns the sessions of a reservation."""
-        found: Counter[int] = Counter()
-        looks = 0
-        for engine in list(self._cache.engines.values()):
-            for reservation in list(engine.reservations.values()):
-                found.update(whose(reservation))
-                looks += 1
-                if looks % LOOK == 0:
-                    yield
-        return found
-
-    def _lost(self, tag: bytes) -> int:
-        """Return the number of blocks of a group that lookups missed because they had been evicted."""
-        infinite = self._infinite.get(tag)
-        return infinite.missed_blocks if infinite is not None else 0
 
 
 def _length(spec: NamespaceSpec) -> int:
@@ -253,14 +241,11 @@ class Residency:
                 self.residence.add(max(0.0, self._now - given))
 
 
-class Client:
+class Client(msgspec.Struct):
     """The telemetry of one session's client. `breaker` is None if it has sent none."""
 
-    __slots__ = ("breaker", "counts")
-
-    def __init__(self) -> None:
-        self.breaker: Breaker | None = None
-        self.counts: Counter[str] = Counter()
+    breaker: Breaker | None = None
+    counts: Counter[str] = msgspec.field(default_factory=Counter)
 
 
 _SILENT = Client()
@@ -287,9 +272,7 @@ class Telemetry:
             raise BadArgument(f"breaker {request.breaker}: one of {', '.join(str(int(each)) for each in Breaker)}")
         if len(counts) > MAX_NAMES or not all(0 <= count <= MAX_GAIN for count in counts.values()):
             raise BadArgument(f"{len(counts)} counts: at most {MAX_NAMES}, each 0 to {MAX_GAIN}")
-        client = self._clients.get(session.id)
-        if client is None:
-            client = self._clients[session.id] = Client()
+        client = self._clients.setdefault(session.id, Client())
         client.breaker = Breaker(request.breaker)
         for name, count in counts.items():
             known = name if name in CLIENT_COUNTS else OTHER
