@@ -69,7 +69,8 @@ class Invalidation:
             stored_by.append(self._writer(writers, block, request.shard))
             if block.is_found:  # else it is hidden already
                 self._counters[_COUNTERS[finding]] += 1
-                self._hide(block, finding.name.lower())
+                self._counters["blocks_distrusted"] += 1
+                self._reservations.hide(block, finding.name.lower())
                 # The row goes first: the next daemon must find none of them, and this one least of all.
                 trunk = block.account.group.above
                 trunk.severed += 1
@@ -128,7 +129,8 @@ class Invalidation:
         if below is not None and (not below.visible or below.is_found):
             return True  # it is new, or it was never visited: those that stay are hidden
         if block.is_found:
-            self._hide(block, cause)
+            self._counters["blocks_distrusted"] += 1
+            self._reservations.hide(block, cause)
         self._remove(block)
         return False
 
@@ -173,12 +175,6 @@ class Invalidation:
             if removed == STEP:
                 return True
         return False
-
-    def _hide(self, block: Block, cause: str) -> None:
-        del block.account.group.visible[block.hash]
-        self._effects.gone(block, cause)
-        self._counters["blocks_distrusted"] += 1
-        self._rows.set_state(self._pool.row(block), FORGOTTEN)
 
     def _remove(self, block: Block) -> None:
         """Remove a hidden block, or keep it if it is in use."""

@@ -15,7 +15,7 @@ from kvcache_server.core.eviction.learner import Learner
 from kvcache_server.core.index import Block, Group
 from kvcache_server.core.limits import LOOK, Limits
 from kvcache_server.core.pool import Pool
-from kvcache_server.core.sessions import Asked, Engine, Namespace, Session
+from kvcache_server.core.sessions import Asked, Namespace, Session
 from kvcache_server.core.tiers import Tiers
 
 MOST_RESTATED = 1 << 16  # blocks examined per restate: some milliseconds
@@ -37,6 +37,10 @@ class _Match(NamedTuple):
     withheld: int = 0
     proof: Block | None = None
     junction: int = 0
+
+    @property
+    def used(self) -> list[Block]:
+        return self.chain if self.proof is None else [*self.chain, self.proof]
 
 
 class Lookups:
@@ -108,13 +112,12 @@ class Lookups:
     ) -> m.Acquired:
         """Answer with the blocks found, as far as the engine may pin them."""
         engine, chain, hits, tails, withheld = session.engine, match.chain, match.hits, match.tails, match.withheld
-        used = chain if match.proof is None else [*chain, match.proof]
-        asked = self._note_asked(engine, request, namespace, group, match, used)
+        asked = self._note_asked(session, request, namespace, group, match)
         if hits and engine.writers[request.namespace] is None:
             # A rank that has not mapped the region could not load the blocks that its scheduler gets.
             self._counters["ranks_missing"] += 1
             return m.Acquired(request.id, 0, 0, 0, b"")
-        pending, coming, eta = self._not_here_yet(session, request, group, match, used)
+        pending, coming, eta = self._not_here_yet(session, request, group, match)
         lease = size = cover = 0
         if request.pin and hits:
             if len(session.leases) >= self._max_leases:
@@ -145,18 +148,13 @@ class Lookups:
         return m.Acquired(request.id, lease, hits, pending, slots, withheld, sums, coming, eta, match.junction)
 
     def _note_asked(
-        self,
-        engine: Engine,
-        request: m.Acquire,
-        namespace: Namespace,
-        group: Group,
-        match: _Match,
-        used: Sequence[Block],
+        self, session: Session, request: m.Acquire, namespace: Namespace, group: Group, match: _Match
     ) -> Asked:
         """Count a lookup. A request's repeated lookups do not show how often blocks are used."""
-        asked = engine.asked(request.request, group)
+        asked = session.engine.asked(request.request, group)
         if not asked.lookups:
-            self._learner.asked(engine, group, request, used, match.hits + (match.proof is not None), match.tails)
+            hits = match.hits + (match.proof is not None)
+            self._learner.asked(session.engine, group, request, match.used, hits, match.tails)
         asked.lookups += 1
         namespace.lookups += 1
         more = len(request.hashes) - group.spec.followed - asked.blocks
@@ -166,9 +164,7 @@ class Lookups:
             self._counters["blocks_requested"] += more
         return asked
 
-    def _not_here_yet(
-        self, session: Session, request: m.Acquire, group: Group, match: _Match, used: Sequence[Block]
-    ) -> tuple[int, int, int]:
+    def _not_here_yet(self, session: Session, request: m.Acquire, group: Group, match: _Match) -> tuple[int, int, int]:
         """Return the numbers of blocks after the hits that are being written and that come from tiers, and when: see
         Acquired."""
         pending = match.pending if group.tails else group.pending_after(request.hashes, match.hits)
@@ -177,7 +173,7 @@ class Lookups:
         now = self._pool.now
         if group.tails:
             return pending, *self.tiers.looked_up_with_tails(
-                session, group, request, match.hits, used, match.tails, now
+                session, group, request, match.hits, match.used, match.tails, now
             )
         return pending, *self.tiers.looked_up(session, group, request.hashes, match.chain, pending, now)
 

@@ -194,7 +194,8 @@ class Reservations:
             self._pool.touch(block)
             return _PRESENT, block
         if block is not None:
-            self._untrust(group, block)
+            # It is below one that is hidden already. The invalidation in progress frees its pages later.
+            self.hide(block, "corrupt")
         rival = group.pending.get(block_hash)
         if rival is not None and (
             rival.ready
@@ -241,10 +242,10 @@ class Reservations:
         self._pool.busy += group.pages
         return _GRANTED, block
 
-    def _untrust(self, group: Group, block: Block) -> None:
-        """Hide a block below one that is hidden already. The invalidation in progress frees its pages later."""
-        del group.visible[block.hash]
-        self._effects.gone(block, "corrupt")
+    def hide(self, block: Block, cause: str) -> None:
+        """Let neither lookups nor the next daemon find a block, for `cause`. It keeps its pages."""
+        del block.account.group.visible[block.hash]
+        self._effects.gone(block, cause)
         self._rows.set_state(self._pool.row(block), FORGOTTEN)
 
     def _supersede(self, rival: Grant, block: Block) -> None:
