@@ -187,16 +187,12 @@ class Order:
             block = heap[0]
             if block.tick == block.queued and not block.pins and block.child is None:
                 return block
+            heapq.heappop(heap)
             if block.pins == GONE:
-                heapq.heappop(heap)
                 self.stale -= 1
-            elif block.pins or block.child is not None:
-                heapq.heappop(heap)
-                block.queued = UNQUEUED
             else:
-                heapq.heappop(heap)
                 block.queued = UNQUEUED
-                block.account.enter(block)
+                block.account.enter(block)  # unless it is in use
 
     def next_ones(self, most: int) -> list[Block]:
         """Return about `most` of the coldest entries, which may be stale, or leaves no longer. O(most log most)."""

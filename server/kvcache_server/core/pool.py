@@ -8,7 +8,6 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable
 from itertools import islice
-from typing import NamedTuple
 
 from kvcache_proto.region import FREED, RegionRows, RowFields, Run, pieces, row_of
 from kvcache_proto.types import REF_BYTES, pack_ref
@@ -19,14 +18,6 @@ Runs = tuple[Run, ...]
 
 _LOOKS = 16  # free runs of a class that may be too short by less than half
 _NEARLY_FULL = 8  # one page in this many is free: blocks are evicted faster than a tier writes
-
-
-class Survey(NamedTuple):
-    """In bytes: the blocks, the part of them that may still be written, and the free space."""
-
-    used: int
-    busy: int
-    free: int
 
 
 class Pool:
@@ -76,10 +67,10 @@ class Pool:
             self.free.add(self.ready, ready - self.ready)
             self.ready = self.rows.ready_pages = ready
 
-    def survey(self) -> Survey:
-        """Pages that are not ready yet count as free."""
-        used, size = self.ready - self.free.pages, self.geometry.page_bytes
-        return Survey(used * size, self.busy * size, self.capacity - used * size)
+    @property
+    def used(self) -> int:
+        """Bytes of the pages that are not free; those that are not ready yet are."""
+        return (self.ready - self.free.pages) * self.geometry.page_bytes
 
     def set_time(self, now: float) -> None:
         """Date uses from now on at `now`, in seconds, but not before the last one."""

@@ -77,7 +77,7 @@ class Report:
                 yield
         pinned = yield from self._pinned()
         cache, pool, geometry = self._cache, self._cache.pool, self._cache.geometry
-        survey, quarantined = pool.survey(), pool.quarantine.bytes
+        busy, quarantined = pool.busy * geometry.page_bytes, pool.quarantine.bytes
         return Pool(
             region_id=geometry.region_id.hex(),
             bytes=pool.capacity,
@@ -85,10 +85,10 @@ class Report:
             pages=geometry.pages,
             page_bytes=geometry.page_bytes,
             blocks_quarantined=len(pool.quarantine),
-            ready_bytes=survey.used - survey.busy,
-            writing_bytes=survey.busy - quarantined,
+            ready_bytes=pool.used - busy,
+            writing_bytes=busy - quarantined,
             quarantined_bytes=quarantined,
-            free_bytes=survey.free,
+            free_bytes=pool.capacity - pool.used,
             free_runs=len(pool.free.runs()),
             blocks=sum(len(group.visible) for group in groups),
             blocks_writing=writing,
