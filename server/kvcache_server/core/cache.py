@@ -138,13 +138,14 @@ class Cache:
         """Like `handle`; but learn from a lookup later, together with other lookups."""
         asker, kind = self.sessions[session], type(request)
         if kind is m.Acquire or kind is m.Release:  # these report nothing
-            self._begin_turn(now, self.effects.actor)
+            self._begin_turn(now)
         else:
             self._begin_turn(now, Actor(now, asker.engine.name, getattr(request, "namespace", 0)))
         return self._handlers[kind](asker, request)
 
-    def _begin_turn(self, now: float, actor: Actor) -> None:
-        self.effects.actor = actor
+    def _begin_turn(self, now: float, actor: Actor | None = None) -> None:
+        if actor is not None:
+            self.effects.actor = actor
         self.pool.set_time(now)
         self.sweeper.now, self.sweeper.at_once = now, AT_ONCE
         self.eviction.looks = LOOK
@@ -221,7 +222,7 @@ class Cache:
         self.effects.records += map(SessionEnded, sessions.keys() - snapshot.living)
         self.effects.records += [NamespaceCleared(number, 0) for number in snapshot.manifest.cleared]
         self.registry.prune()
-        self._begin_turn(now, self.effects.actor)
+        self._begin_turn(now)
         self.retentions.tick(now)
         self.sweeper.finish()
 

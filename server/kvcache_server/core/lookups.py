@@ -181,9 +181,9 @@ class Lookups:
         """Count hits that were not yet counted for this request, and note that their blocks were read."""
         chain, tails = match.chain, match.tails
         if chain:
-            self._pool.touch(match.proof or chain[-1], read=1)
+            self._pool.touch(match.proof or chain[-1], 1)
         for block in tails:
-            self._pool.touch(block, read=1)
+            self._pool.touch(block, 1)
         more = hits - asked.hits
         if more > 0:
             asked.hits += more

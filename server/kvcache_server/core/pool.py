@@ -131,13 +131,15 @@ class Pool:
         block.tick = tick | block.tick & CLASS_MASK
         page = self.page(block)  # as in `write_tick`, without the call
         self.rows.set_tick(row_of(page), block.tick)
-        self.read[page] |= read
+        if read:
+            self.read[page] = 1
 
     def write_tick(self, block: Block, read: int = 0) -> None:
         """Store the block's tick, which has changed, in its row, and whether it was `read`."""
         page = self.page(block)
         self.rows.set_tick(row_of(page), block.tick)
-        self.read[page] |= read
+        if read:
+            self.read[page] = 1
 
     def page(self, block: Block) -> int:
         """Return the first page of `block`."""
