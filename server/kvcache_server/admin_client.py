@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import os
 import socket
-from types import TracebackType
 from typing import Any
 
 import msgspec
@@ -62,9 +61,7 @@ class AdminClient:
     def __enter__(self) -> AdminClient:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def close(self) -> None:

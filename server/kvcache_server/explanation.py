@@ -5,11 +5,21 @@ Times are in seconds. A field is never removed; a new one has a default. Causes 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 
 Difference = tuple[str, Any, Any]  # a fact in which two namespaces differ: its name, and its values here and there
+
+
+def differences(here: Mapping[str, Any], there: Mapping[str, Any], absent: Any = "") -> list[Difference]:
+    """Return (field, here, there) for each fact in which two namespaces differ, in the order of the facts.
+
+    `absent` stands for a fact that only the other namespace has.
+    """
+    keys = [*here, *(key for key in there if key not in here)]
+    return [(key, here.get(key, absent), there.get(key, absent)) for key in keys if here.get(key) != there.get(key)]
 
 
 class Run(msgspec.Struct, omit_defaults=True):

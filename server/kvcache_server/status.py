@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Collection
+from functools import partial
 from typing import Annotated, Literal, NamedTuple
 
 import msgspec
@@ -22,11 +23,14 @@ Level = Literal["debug", "info", "warning", "error"]
 _TURNED_AWAY = ("attach_rate", "bad_frame", "not_permitted", "unavailable", "version_mismatch")
 
 
+Kind = Literal["counter", "gauge", "histogram"]
+
+
 class Metric(NamedTuple):
     """The metric `kvcache_NAME` of a figure. If the figure is a dict, `label` is the label of its keys, and `known` are
     the keys that are shown before they occur: the first occurrence is then a rise from 0, which an alert sees."""
 
-    kind: Literal["counter", "gauge", "histogram"]
+    kind: Kind
     name: str
     label: str = ""
     known: Collection[str] = ()
@@ -36,16 +40,11 @@ def _doc(text: str) -> msgspec.Meta:
     return msgspec.Meta(description=text)
 
 
-def _gauge(name: str, text: str) -> msgspec.Meta:
-    return msgspec.Meta(description=text, extra={"metric": Metric("gauge", name)})
+def _metric(kind: Kind, name: str, text: str, label: str = "", known: Collection[str] = ()) -> msgspec.Meta:
+    return msgspec.Meta(description=text, extra={"metric": Metric(kind, name, label, known)})
 
 
-def _counter(name: str, text: str, label: str = "", known: Collection[str] = ()) -> msgspec.Meta:
-    return msgspec.Meta(description=text, extra={"metric": Metric("counter", name, label, known)})
-
-
-def _histogram(name: str, text: str) -> msgspec.Meta:
-    return msgspec.Meta(description=text, extra={"metric": Metric("histogram", name)})
+_gauge, _counter, _histogram = partial(_metric, "gauge"), partial(_metric, "counter"), partial(_metric, "histogram")
 
 
 class Histogram(msgspec.Struct):

@@ -46,7 +46,7 @@ POINTS: dict[str, tuple[Where, ...]] = {
     "grant": (
         _in("core/reservations", "_grant", "_grant_run", "_supersede"),
         _in("core/pool", "vacate", "place"),
-        _in("core/free_runs", "take"),
+        _in("core/pool", "take"),
     ),
     "settle": (
         _in("core/reservations", "_settle_shards", "_show_some", "doom", "_give_back"),

@@ -20,9 +20,9 @@ from kvcache_proto.region import CHECKED, CONTINUED, FREE, FREED, ROW, found_geo
 from kvcache_proto.types import GroupSpec, NamespaceSpec, Outcome
 from kvcache_server.core import journal
 from kvcache_server.core.cache import Cache
-from kvcache_server.core.free_runs import FreeRuns
 from kvcache_server.core.integrity import check_integrity
 from kvcache_server.core.limits import Limits
+from kvcache_server.core.pool import FreeRuns
 
 MIB = 1 << 20
 GEOMETRY = plan_geometry(b"r" * 16, 3 * MIB)

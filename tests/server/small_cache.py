@@ -7,11 +7,12 @@ from insights import answer
 
 from kvcache_proto import messages as m
 from kvcache_proto.types import MAX_BLOCKS, GroupSpec, NamespaceSpec, Outcome, Refusal, Verdict
+from kvcache_server.core import integrity
 from kvcache_server.core.cache import Cache
 from kvcache_server.core.eviction.policy import WORTH
 from kvcache_server.core.index import Group
-from kvcache_server.core.integrity import Audit
 from kvcache_server.core.limits import Limits
+from kvcache_server.slices import finish
 
 KIB, MIB = 1 << 10, 1 << 20
 
@@ -86,9 +87,7 @@ def pass_time(cache: Cache, now: float) -> None:
 
 def audit(cache: Cache) -> None:
     """Check the state as the daemon does while it serves."""
-    each = Audit(cache)
-    while each.go_on():
-        pass
+    finish(integrity.audit(cache))
 
 
 def make_group(block_bytes: int = 64) -> Group:

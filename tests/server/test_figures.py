@@ -25,8 +25,7 @@ from kvcache_server.core.integrity import check_integrity
 from kvcache_server.core.registry import MAX_ATTACHED
 from kvcache_server.core.sampling import Lots, keyed_draw
 from kvcache_server.insight.infinite_cache import InfiniteCache
-from kvcache_server.insight.residency import Residency
-from kvcache_server.insight.stats import MOST_IDENTITY
+from kvcache_server.insight.stats import MOST_IDENTITY, Residency
 from kvcache_server.status import Eviction, Histogram
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvcache_proto.region import Run
-from kvcache_server.core.free_runs import FreeRuns, Runs
+from kvcache_server.core.pool import FreeRuns, Runs
 
 PAGES = 96
 

@@ -32,12 +32,11 @@ def test_only_pages_that_are_ready_are_used_and_nothing_is_evicted_for_others() 
     assert cache.rows.ready_pages == 4 * PAGES
     check_integrity(cache)
     audit(cache)
-    cache.grow(10 * PAGES)
+    cache.pool.grow(10 * PAGES)
     assert engine.store(chain("a", 6)) == [Refusal.PRESENT] * 4 + [Refusal.GRANTED] * 2
-    cache.grow(7 * PAGES)  # late news change nothing
-    survey = cache.pool.survey()
-    assert (survey.used, survey.free) == (6 * 65536, cache.pool.capacity - 6 * 65536)
-    cache.grow(cache.geometry.pages)
+    cache.pool.grow(7 * PAGES)  # late news change nothing
+    assert cache.pool.used == 6 * 65536
+    cache.pool.grow(cache.geometry.pages)
     blocks = cache.pool.blocks_of(65536)
     assert set(engine.store(chain("b", blocks - 6))) == {Refusal.GRANTED}
     assert not cache.eviction.evictions
@@ -67,6 +66,6 @@ def test_the_next_daemon_goes_on_where_the_last_one_was(lying: bool) -> None:
     assert again.pool.is_growing is not lying  # where blocks lie, memory is
     more = other.store(chain("b", 4))
     assert more == ([Refusal.GRANTED] * 4 if lying else [Refusal.GRANTED] * 2 + [Refusal.NO_SPACE, Refusal.NO_PARENT])
-    again.grow(again.geometry.pages)
+    again.pool.grow(again.geometry.pages)
     check_integrity(again)
     assert set(other.store(chain("c", 20))) == {Refusal.GRANTED}

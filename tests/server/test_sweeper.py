@@ -33,10 +33,11 @@ from kvcache_proto.types import (
     Verdict,
     unpack_refs,
 )
+from kvcache_server.core import integrity
 from kvcache_server.core.cache import Cache
 from kvcache_server.core.eviction.policy import LRU
 from kvcache_server.core.index import Block, Group
-from kvcache_server.core.integrity import Audit, check_integrity
+from kvcache_server.core.integrity import check_integrity
 from kvcache_server.core.limits import LOOK, STEP
 from kvcache_server.explanation import Run
 from kvcache_server.insight.explanations import EXAMINED, MOST_BLOCKS, MOST_RUNS
@@ -916,23 +917,21 @@ def test_an_audit_passes_over_pages_that_get_other_blocks_meanwhile(slices: int)
     cache = make_cache(31)
     engine, other = Engine(cache, "one"), Engine(cache, "two", 100 * KIB, "other")
     engine.store(chain("a", 3))
-    auditing = Audit(cache)
+    auditing = integrity.audit(cache)
     for _ in range(slices):
-        auditing.go_on()
+        next(auditing, None)
     cache.clear("", "an operator", 0.0)
     cache.sweeper.finish()
     assert other.reserve(["b"]).reservation  # on the same pages; it is written now
-    while auditing.go_on():
-        pass
+    finish(auditing)
 
 
 def test_an_audit_runs_in_slices_while_the_cache_changes() -> None:
     cache = make_cache(248, KIB)
     engine = Engine(cache, "one", block_bytes=1 * KIB)
     engine.store(chain("a", 20 * STEP))
-    looks, auditing = 0, Audit(cache)
-    while auditing.go_on():
-        looks += 1
+    looks = 0
+    for looks, _ in enumerate(integrity.audit(cache), 1):
         engine.store([f"b{looks}"])
     assert looks > 20
 
@@ -994,7 +993,7 @@ class Story:
         self.invalid: set[bytes] = set()
         self.engines: dict[str, Engine] = {}
         self.specs: dict[str, NamespaceSpec] = {}
-        self.audit, self.audits = Audit(self.cache), 0
+        self.audit, self.audits = integrity.audit(self.cache), 0
         self.scattered = self.orphaned = self.severed = False
         self.comb = Engine(self.cache, "comb", 64 * KIB, "comb")  # between what it leases, no large block fits
         for at in range(140):
@@ -1054,7 +1053,7 @@ class Story:
                     continue
                 group = block.account.group
                 if self.cache.sessions[engine.session].attached.keys() == {group.namespace}:
-                    assert group.trusts(block) or self.tainted(block), "hidden for no reason"
+                    assert block.is_found or self.tainted(block), "hidden for no reason"
                     self.invalid.update(each.ref for each in block.subtree())
                     self.hot = [block.subtree()[-1].hash.decode().rstrip(".")] * 12
         engine.distrust(b"".join(refs))
@@ -1106,9 +1105,9 @@ class Story:
 
     def look_at_a_part(self) -> None:
         for _ in range(16):
-            if not self.audit.go_on():
+            if next(self.audit, self) is self:
                 self.audits += 1
-                self.audit = Audit(self.cache)
+                self.audit = integrity.audit(self.cache)
                 return
 
     def request(self, name: str) -> None:

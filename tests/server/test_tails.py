@@ -17,9 +17,9 @@ from kvcache_proto import messages as m
 from kvcache_proto.errors import BadArgument
 from kvcache_proto.types import FULL, REF_BYTES, TAIL, GroupSpec, NamespaceSpec, Outcome, Refusal
 from kvcache_server.commands.why import describe as explain
-from kvcache_server.core.boundary import last_end
 from kvcache_server.core.cache import Cache
 from kvcache_server.core.integrity import check_integrity
+from kvcache_server.core.lookups import last_end
 
 BYTES = 100 * KIB
 WINDOW, STATE, CHUNK = (GroupSpec(16, BYTES, TAIL, *reach) for reach in ((2,), (1,), (4, 4)))

@@ -7,15 +7,14 @@ from collections.abc import Iterable, Sequence
 from kvcache_proto.sizes import format_size
 from kvcache_proto.text import escaped
 from kvcache_server.commands import sharing
-from kvcache_server.status import Away, Counts, Daemon, Eviction, Hints, Pool, Session, Status, Tier
+from kvcache_server.status import Away, Daemon, Eviction, Hints, Pool, Session, Status, Tier
 
 # Fields of Tier.
 _LOST_BELOW = ("blocks_not_brought", "blocks_not_written", "looks_dropped", "writes_dropped", "writes_too_late")
 
 
 def describe(figures: Status) -> str:
-    """Return the text of `status`."""
-    daemon = figures.daemon
+    daemon, told = figures.daemon, figures.told
     spaces = sorted(figures.namespaces, key=lambda space: -space.bytes)
     hits, asked = sum(space.hit_blocks for space in spaces), sum(space.requested_blocks for space in spaces)
     lines = [
@@ -24,9 +23,11 @@ def describe(figures: Status) -> str:
         f"            {blocks(figures.pool)}",
         f"hits        {ratio(hits, asked)} of {asked:,} blocks asked for, "
         f"{format_size(sum(space.hit_bytes for space in spaces))} found",
-        f"            {needed(figures.told)}",
+        # The devices' own caches had the rest.
+        f"            {told.get('needed_blocks', 0):,} of them needed, {format_size(told.get('needed_bytes', 0))}",
         *evicting(figures.eviction),
-        f"copies      {copied(figures.told)}",
+        f"copies      {format_size(told.get('loaded_bytes', 0))} loaded, "
+        f"{format_size(told.get('saved_bytes', 0))} saved",
         *kept(figures.hints),
         *below(daemon),
         "refusals    " + counts(figures.refusals),
@@ -52,12 +53,10 @@ def describe(figures: Status) -> str:
 
 
 def heading(daemon: Daemon) -> str:
-    """Return the line that identifies the daemon."""
     return f"kvcache-server {daemon.version}, pid {daemon.pid}, {daemon.endpoint}, up {duration(daemon.uptime_s)}"
 
 
 def occupied(pool: Pool) -> str:
-    """Return a text on how full the pool is."""
     share = pool.used_bytes / pool.bytes
     return f"{format_size(pool.used_bytes)} of {format_size(pool.bytes)} used ({share:.0%})"
 
@@ -68,16 +67,6 @@ def blocks(pool: Pool) -> str:
         f"{pool.blocks:,} blocks, {pool.blocks_writing:,} being written, "
         f"{format_size(pool.pinned_bytes)} pinned, {pool.blocks_quarantined:,} blocks in quarantine"
     )
-
-
-def needed(told: Counts) -> str:
-    """Return a text on the found blocks that engines asked to load: their devices' own caches had the rest."""
-    return f"{told.get('needed_blocks', 0):,} of them needed, {format_size(told.get('needed_bytes', 0))}"
-
-
-def copied(told: Counts) -> str:
-    """Return a text on the copies by engines, over all ranks, as far as reported."""
-    return f"{format_size(told.get('loaded_bytes', 0))} loaded, {format_size(told.get('saved_bytes', 0))} saved"
 
 
 def evicting(eviction: Eviction) -> list[str]:

@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import combinations, groupby, islice, product
 from math import comb
-from typing import Any
+from operator import attrgetter
 
 import msgspec
 
 from kvcache_proto.errors import ConfigError
-from kvcache_server.explanation import Difference
-from kvcache_server.insight.differences import differences
+from kvcache_server.explanation import Difference, differences
 from kvcache_server.status import Group, Status
 
 MOST_PAIRS = 5  # of namespaces to compare, of one daemon, or of one model on two hosts
 _MOST_OTHERS = 4  # further facts to name
+_model = attrgetter("model")
 
 
 class Space(msgspec.Struct):
@@ -128,16 +128,9 @@ def _first(one: Space, other: Space) -> str:
     if not apart:
         return "in something that these reports leave out"
     (field, here, there), *more = apart
-    said = f"first in: {field}: {_shown(here)} != {_shown(there)}"
+    shown = ("nothing" if value is None else repr(value) for value in (here, there))
+    said = f"first in: {field}: {' != '.join(shown)}"
     names = [each[0] for each in more[:_MOST_OTHERS]]
     if more:
         said += f" (also in: {', '.join(names)}{', ...' if len(more) > len(names) else ''})"
     return said
-
-
-def _shown(value: Any) -> str:
-    return "nothing" if value is None else repr(value)
-
-
-def _model(space: Space) -> str:
-    return space.model

@@ -15,6 +15,7 @@ import termios
 import time
 import tty
 from collections.abc import Generator, Iterator
+from functools import partial
 from typing import NamedTuple, TextIO
 
 import click
@@ -72,17 +73,14 @@ def frame(before: Sample, after: Sample) -> list[Line]:
 
 
 def _headed(table: list[str]) -> list[Line]:
-    return [Line(text, not at) for at, text in enumerate(table)]
+    return [Line(text, bold=not at) for at, text in enumerate(table)]
 
 
 def _traffic(before: Sample, after: Sample) -> list[Line]:
     seconds = max(after.at - before.at, 1e-9)
 
-    def gained(name: str) -> tuple[int, int]:
-        return _gain(before.figures.counters, after.figures.counters, name)
-
-    def told(name: str) -> tuple[int, int]:
-        return _gain(before.figures.told, after.figures.told, name)
+    gained = partial(_gain, before.figures.counters, after.figures.counters)
+    told = partial(_gain, before.figures.told, after.figures.told)
 
     def row(
         name: str, blocks: tuple[float, float] | None, size: tuple[float, float] | None, more: str = ""
@@ -92,18 +90,19 @@ def _traffic(before: Sample, after: Sample) -> list[Line]:
         return name, counts[0], sizes[0], counts[1], sizes[1], more
 
     asked, found = gained("blocks_requested"), gained("blocks_hit")
-    saved, evicted = gained("blocks_committed"), gained("blocks_evicted")
-    refusals = {reason: count for reason, count in after.figures.refusals.items() if reason not in _NOT_NEEDED}
+    earlier, refusals = (
+        {reason: count for reason, count in each.figures.refusals.items() if reason not in _NOT_NEEDED}
+        for each in (before, after)
+    )
     refused = sum(refusals.values())
-    until = sum(count for reason, count in before.figures.refusals.items() if reason not in _NOT_NEEDED)
     rows = [
         row("asked for", asked, None),
         row("found", found, _bytes(before, after, "hit_bytes")),
         row("needed", told("needed_blocks"), told("needed_bytes")),
         row("loaded", None, told("loaded_bytes")),  # counted by ranks, which know only bytes
-        row("saved", saved, _bytes(before, after, "saved_bytes")),
-        row("evicted", evicted, None),
-        row("refused", (refused - until, refused), None, describe.counts(refusals) if refused else ""),
+        row("saved", gained("blocks_committed"), _bytes(before, after, "saved_bytes")),
+        row("evicted", gained("blocks_evicted"), None),
+        row("refused", (refused - sum(earlier.values()), refused), None, describe.counts(refusals) if refused else ""),
     ]
     hits = f"hits  now {describe.ratio(found[0], asked[0])}, overall {describe.ratio(found[1], asked[1])}"
     head = ("blocks", "per second", "", "total", "", "")
@@ -177,9 +176,8 @@ def _sessions(figures: Status) -> list[str]:
 class Screen:
     """Shows frames: in place on a terminal, one after the other elsewhere."""
 
-    def __init__(self, out: TextIO) -> None:
-        self._out = out
-        self.is_terminal = out.isatty()
+    def __init__(self, out: TextIO, is_terminal: bool) -> None:
+        self._out, self.is_terminal = out, is_terminal
 
     def show(self, lines: list[Line]) -> None:
         """Write one frame, cut to the terminal, in a single write, so that half a frame is never shown."""
@@ -254,9 +252,7 @@ def samples(endpoint: str) -> Generator[Sample | KVCacheError, None, None]:
 @click.option("--once", is_flag=True, help="Print one frame, after one interval, and exit.")
 def command(endpoint: str, interval: float, once: bool) -> None:
     """Show live figures of the daemon; q quits."""
-    screen = Screen(sys.stdout)
-    if once:
-        screen.is_terminal = False
+    screen = Screen(sys.stdout, sys.stdout.isatty() and not once)
     reports = samples(endpoint)
     with contextlib.closing(reports), contextlib.suppress(KeyboardInterrupt):
         first = next(reports)

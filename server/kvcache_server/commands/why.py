@@ -139,7 +139,6 @@ def command(request: str, endpoint: str, as_json: bool) -> None:
 
 
 def describe(answer: Answer) -> str:
-    """Return the answer as text."""
     memory = answer.remembered
     if answer.matched > 1:
         lines = [f"{answer.matched} requests have {answer.asked!r} in their ids:", *answer.matches]

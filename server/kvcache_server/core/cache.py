@@ -1,15 +1,14 @@
 """The cache as one pure state machine: requests in, replies out, and effects for the daemon to deliver.
 
-No socket, clock, thread or torch. Each part has one responsibility. The cache passes each request to its part, and does
-the work that involves several parts: the end of a session, a clear, a restart. Every change of a slot's row is written
-into the region before the reply that reports it.
+No socket, clock, thread or torch. The cache passes each request to the part that answers it, and does the work that
+involves several parts: the end of a session, a clear, a restart. Every change of a slot's row is written into the
+region before the reply that reports it.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvcache_proto import messages as m
@@ -23,7 +22,7 @@ from kvcache_server.core.eviction.policy import WORTH, Eviction
 from kvcache_server.core.eviction.worth import likely
 from kvcache_server.core.index import Account, Block, Share
 from kvcache_server.core.invalidation import Invalidation
-from kvcache_server.core.journal import NamespaceCleared, SessionEnded
+from kvcache_server.core.journal import NamespaceCleared, SessionEnded, SessionOpened
 from kvcache_server.core.limits import LOOK, Limits
 from kvcache_server.core.lookups import Lookups
 from kvcache_server.core.pins import uncover_all
@@ -33,13 +32,12 @@ from kvcache_server.core.reservations import Reservations
 from kvcache_server.core.retention import Retention, Retentions
 from kvcache_server.core.sampling import Lots, keyed_draw
 from kvcache_server.core.sessions import NOBODY, Engine, Session
-from kvcache_server.core.sweeper import AT_ONCE, Step, Sweeper
+from kvcache_server.core.sweeper import AT_ONCE, Sweeper
 from kvcache_server.core.tiers import Tiers
 
 if TYPE_CHECKING:
     from kvcache_server.core.recovery.snapshot import Snapshot
 
-_NEARLY_FULL = 8  # one page in this many is free: blocks are evicted faster than a tier writes
 EPOCH_SHIFT = 40  # numbers of leases and reservations begin with the daemon's epoch: none is used twice
 
 
@@ -47,7 +45,7 @@ class Cache:
     """All state of the daemon. A method either succeeds, or raises a KVCacheError and changes nothing.
 
     Attributes: `effects` is the outbox of events, `sweeper` has the work that no request waits for. The caller delivers
-    the former and does the latter.
+    the former and does the latter. `namespaces` and `sessions` are by number.
     """
 
     def __init__(
@@ -67,65 +65,48 @@ class Cache:
         policy, one of POLICIES. Only the first `ready_pages` pages of the region may be used, None for all: `grow` adds
         more.
         """
-        limits = limits or Limits()
+        self.limits = limits = limits or Limits()
         self.geometry, self.epoch = geometry, epoch
         self.rows = RegionRows(buffer, geometry)
         if epoch == 1:
             self.rows.format()
         self.effects = Effects()
-        self.sweeper = Sweeper(self.effects)
-        self.counters: Counter[str] = Counter()
-        self.refusals: Counter[str] = Counter()
+        self.counters, self.refusals = self.effects.counters, self.effects.refusals
+        self.sweeper = sweeper = Sweeper(self.effects)
         # Generations of a fresh region start at random, so references into an older region match nothing.
-        self.pool = Pool(self.rows, seed & ((1 << 63) - 1), geometry.pages if ready_pages is None else ready_pages)
+        self.pool = pool = Pool(
+            self.rows, seed & ((1 << 63) - 1), geometry.pages if ready_pages is None else ready_pages
+        )
         draw = keyed_draw(secret)
         self.lots = Lots(draw)
-        self.eviction = Eviction(self.pool, limits, self.counters, self.effects, self.sweeper, draw, self.lots, policy)
-        self.registry = Registry(self.pool, self.eviction, limits, self.counters, self.effects, self.sweeper)
-        self.namespaces, self.sessions = self.registry.namespaces, self.registry.sessions
-        self.lookups = Lookups(self.pool, self.eviction.learner, limits, self.counters, self.refusals)
-        self.reservations = Reservations(
-            *(self.pool, self.eviction, self.registry.engines, limits),
-            *(self.counters, self.refusals, self.effects, self.sweeper),
-        )
+        self.eviction = eviction = Eviction(pool, sweeper, limits, draw, self.lots, policy)
+        self.registry = registry = Registry(pool, eviction, sweeper, limits)
+        self.namespaces, self.sessions = registry.namespaces, registry.sessions
+        self.lookups = Lookups(pool, eviction.learner, self.effects, limits)
+        self.reservations = Reservations(pool, eviction, registry.engines, sweeper, limits)
         self.lookups.last = self.reservations.last = epoch << EPOCH_SHIFT
-        self.invalidation = Invalidation(
-            *(self.pool, self.eviction, self.reservations, self.counters, self.effects, self.sweeper)
-        )
-        self.retentions = Retentions(
-            *(self.pool, self.eviction, self.invalidation, self.namespaces, limits, self.effects, self.sweeper)
-        )
-        self.limits = limits
+        self.invalidation = Invalidation(pool, eviction, self.reservations, sweeper)
+        self.retentions = Retentions(pool, eviction, self.invalidation, registry, sweeper, limits)
         self._grace_until = 0.0
-        self._handlers: dict[type, Any] = {
+        self._handlers: dict[type, Callable[[Session, Any], m.Reply | None]] = {
             m.Acquire: self.lookups.acquire,
             m.Release: self.lookups.release,
-            m.Reserve: self._reserve,
-            m.Settle: lambda session, request, now: self.reservations.settle(session, request),
+            m.Reserve: self.reservations.reserve,
+            m.Settle: self.reservations.settle,
             m.Attach: self._attach,
-            m.Detach: lambda session, request, now: self.registry.detach(session, request),
-            m.Distrust: lambda session, request, now: self.invalidation.distrust(session, request),
-            m.Ping: lambda session, request, now: m.Pong(request.id),
+            m.Detach: registry.detach,
+            m.Distrust: self.invalidation.distrust,
+            m.Ping: lambda session, request: m.Pong(request.id),
             m.Clear: self._clear,
             m.Restate: self._restate,
             m.Fence: self._fence,
             m.Retain: self.retentions.retain,
-            m.Drop: lambda session, request, now: self.retentions.drop(session, request),
-            m.Pin: lambda session, request, now: self.retentions.pin(self.registry.by_id, session, request),
-            m.Unpin: lambda session, request, now: self.retentions.unpin(session, request),
+            m.Drop: self.retentions.drop,
+            m.Pin: self.retentions.pin,
+            m.Unpin: self.retentions.unpin,
         }
 
-    def keep_checksums(self, checksums: Checksums) -> None:
-        """Store the checksums of writers in `checksums`, and answer readers from there."""
-        self.lookups.checksums = self.reservations.checksums = checksums
-
-    def set_limits(self, limits: Limits) -> None:
-        """Apply `limits` from now on. Usage that already exceeds them stays, but does not grow."""
-        self.limits = self.registry.limits = limits
-        for part in (self.eviction, self.lookups, self.reservations, self.retentions):
-            part.set_limits(limits)
-
-    # State.
+    # State, for those outside the core, who do not reach through to its parts.
 
     @property
     def capacity(self) -> int:
@@ -145,7 +126,7 @@ class Cache:
     @property
     def is_nearly_full(self) -> bool:
         """Whether blocks are about to be evicted."""
-        return self.pool.free.pages <= self.pool.geometry.pages // _NEARLY_FULL
+        return self.pool.is_nearly_full
 
     @property
     def generation(self) -> int:
@@ -168,21 +149,16 @@ class Cache:
         return self.eviction.evictions
 
     @property
-    def evicted_unread(self) -> int:
-        """The evicted blocks that no lookup had found."""
-        return self.eviction.evicted_unread
-
-    @property
     def engines(self) -> Mapping[str, Engine]:
         """The engines by name."""
         return self.registry.engines
 
     @property
-    def away(self) -> Mapping[int, Engine]:
-        """The engines of sessions whose door has closed and whose process may live, by session."""
+    def disconnected(self) -> Mapping[int, Session]:
+        """The sessions whose connection has closed and whose process may live."""
         return self.registry.disconnected
 
-    def holders(self) -> list[Session]:
+    def holders(self) -> Iterable[Session]:
         """Return the sessions that may have leases."""
         return self.registry.holders()
 
@@ -203,70 +179,62 @@ class Cache:
         return likely(self.eviction.learner.worths, account.share)
 
     def next_to_go(self, start: int, most: int) -> Iterator[tuple[int, Block]]:
-        """Iterate over about `most` leaves of each order that will be evicted soon, with the number of their account:
-        accounts from number `start` on, then those before it. Some leaves may be gone already."""
-        accounts = self.eviction.fair_share.accounts
-        numbers = ((start + each) % len(accounts) for each in range(len(accounts)))
-        return ((at, leaf) for at in numbers for order in accounts[at].orders for leaf in order.next_ones(most))
-
-    def survey(self) -> status.Pool:
-        """Return the sizes of the pool, and its bytes by state."""
-        survey, quarantined = self.pool.survey(), self.pool.quarantine.bytes
-        return status.Pool(
-            region_id=self.geometry.region_id.hex(),
-            bytes=self.capacity,
-            used_bytes=self.used,
-            pages=self.geometry.pages,
-            page_bytes=self.geometry.page_bytes,
-            blocks_quarantined=len(self.pool.quarantine),
-            ready_bytes=survey.used - survey.busy,
-            writing_bytes=survey.busy - quarantined,
-            quarantined_bytes=quarantined,
-            free_bytes=survey.free,
-            free_runs=len(self.pool.free.runs()),
-        )
-
-    def eviction_figures(self) -> status.Eviction:
-        """Return the order of eviction, and hits and evictions by class."""
-        return self.eviction.figures()
-
-    def retained(self, now: float) -> status.Hints:
-        """Return the figures of retentions by engines and pins by operators. O(retentions): a few milliseconds."""
-        return self.retentions.figures(now)
+        """See FairShare.next_to_go."""
+        return self.eviction.fair_share.next_to_go(start, most)
 
     def retained_for(self, engine: str, request: str) -> list[Retention]:
         """Return the retentions of a request of an engine."""
-        owners = [owner for owner in self.retentions.owners() if owner.engine == engine]
-        return [each for owner in owners for each in owner.retentions.values() if each.request == request]
-
-    # Work that no request waits for.
-
-    @property
-    def has_work(self) -> bool:
-        return bool(self.sweeper)
-
-    def work(self) -> bool:
-        """Do one slice; return whether more is left."""
-        return self.sweeper.go_on()
-
-    def do_later(self, step: Step) -> None:
-        """Do `step` in slices, until it returns that nothing is left."""
-        self.sweeper.add(step)
-
-    # Tiers.
-
-    def use_tiers(self, tiers: Tiers | None) -> None:
-        """Ask `tiers` from now on for blocks that are not cached."""
-        self.lookups.tiers = self.eviction.tiers = tiers
+        return self.retentions.of_request(engine, request)
 
     def lend(self, session: Session, blocks: Sequence[Block]) -> tuple[int, bytes, bytes]:
-        """Give a session a lease on these blocks of one group; return its number, their references, and their
-        checksums: 0 if unknown."""
+        """See Lookups.lend."""
         return self.lookups.lend(session, blocks)
 
     def grow(self, ready_pages: int) -> None:
         """Use the first `ready_pages` pages from now on."""
         self.pool.grow(ready_pages)
+
+    def survey(self) -> status.Pool:
+        """Return the sizes of the pool, and its bytes by state."""
+        pool, geometry = self.pool, self.geometry
+        busy, quarantined = pool.busy * geometry.page_bytes, pool.quarantine.bytes
+        return status.Pool(
+            region_id=geometry.region_id.hex(),
+            bytes=pool.capacity,
+            used_bytes=self.used,
+            pages=geometry.pages,
+            page_bytes=geometry.page_bytes,
+            blocks_quarantined=len(pool.quarantine),
+            ready_bytes=pool.used - busy,
+            writing_bytes=busy - quarantined,
+            quarantined_bytes=quarantined,
+            free_bytes=pool.capacity - pool.used,
+            free_runs=len(pool.free.runs()),
+        )
+
+    def eviction_figures(self) -> tuple[int, status.Eviction]:
+        """Return the number of evicted blocks that no lookup had found, and how blocks are chosen."""
+        return self.eviction.evicted_unread, self.eviction.figures()
+
+    def retained(self, now: float) -> status.Hints:
+        """Return the figures of retentions by engines and pins by operators. O(retentions): a few milliseconds."""
+        return self.retentions.figures(now)
+
+    # Settings.
+
+    def set_limits(self, limits: Limits) -> None:
+        """Apply `limits` from now on. Usage that already exceeds them stays, but does not grow."""
+        self.limits = self.registry.limits = self.retentions.limits = limits
+        for part in (self.eviction, self.lookups, self.reservations):
+            part.set_limits(limits)
+
+    def keep_checksums(self, checksums: Checksums) -> None:
+        """Store the checksums of writers in `checksums`, and answer readers from there."""
+        self.lookups.checksums = self.reservations.checksums = checksums
+
+    def use_tiers(self, tiers: Tiers | None) -> None:
+        """Ask `tiers` from now on for blocks that are not cached."""
+        self.lookups.tiers = self.eviction.tiers = tiers
 
     # Requests.
 
@@ -281,22 +249,21 @@ class Cache:
 
     def answer(self, session: int, request: m.Request, now: float) -> m.Reply | None:
         """Like `handle`; but learn from a lookup later, together with other lookups."""
-        self._begin_turn(now)
         asker, kind = self.sessions[session], type(request)
-        if kind is not m.Acquire and kind is not m.Release:  # these report nothing
-            self.effects.actor = Actor(now, asker.engine.name, getattr(request, "namespace", 0))
-        return self._handlers[kind](asker, request, now)  # type: ignore[no-any-return]
+        if kind is m.Acquire or kind is m.Release:  # these report nothing
+            self._begin_turn(now)
+        else:
+            self._begin_turn(now, Actor(now, asker.engine.name, getattr(request, "namespace", 0)))
+        return self._handlers[kind](asker, request)
 
-    def _begin_turn(self, now: float) -> None:
+    def _begin_turn(self, now: float, actor: Actor | None = None) -> None:
+        if actor is not None:
+            self.effects.actor = actor
         self.pool.set_time(now)
         self.sweeper.now, self.sweeper.at_once = now, AT_ONCE
         self.eviction.looks = LOOK
 
-    def _reserve(self, session: Session, request: m.Reserve, now: float) -> m.Reserved:
-        self.eviction.refresh()
-        return self.reservations.reserve(session, request, partial(self.registry.account, session.engine), now)
-
-    def _attach(self, session: Session, request: m.Attach, now: float) -> m.Attached:
+    def _attach(self, session: Session, request: m.Attach) -> m.Attached:
         reply = self.registry.attach(session, request)
         self.reservations.attached(session, self.namespaces[reply.namespace])
         return reply
@@ -322,14 +289,9 @@ class Cache:
         self.reservations.forget_writer(session)
         self.effects.records.append(SessionEnded(session))
         self.effects.changes.append(SessionGone(session))
-        self.effects.actor = Actor(now, engine.name)
-        self._begin_turn(now)
-        settle = self.reservations.writer_ended(engine, session, now)
-        self.sweeper.add(lambda: settle() or self._prune())
-
-    def _prune(self) -> bool:
-        self.registry.prune()
-        return False
+        self._begin_turn(now, Actor(now, engine.name))
+        settle = self.reservations.writer_ended(engine, session)
+        self.sweeper.add(lambda: settle() or self.registry.prune())
 
     def abandon(self, session: int, reservation: int, now: float) -> None:
         """Give back a reservation whose reply could not be sent."""
@@ -337,19 +299,16 @@ class Cache:
         self.effects.actor = Actor(now, engine.name)
         self.reservations.abandon(engine.reservations[reservation])
 
-    def _fence(self, session: Session, request: m.Fence, now: float) -> m.Fenced:
-        return m.Fenced(request.id, self.fence_off(request.session, now))
-
     def fence_off(self, session: int, now: float) -> int:
         """End a disconnected session that holds slots: an operator states that it no longer writes.
 
         Returns the number of reservations that ended. Raises ClientError if the session is not disconnected.
         """
-        absent = self.registry.disconnected
-        if session not in absent:
+        away = self.registry.disconnected.get(session)
+        if away is None:
             there = "it is attached: end its process" if session in self.sessions else "there is none"
             raise ClientError(f"session {session} cannot be fenced off: {there}")
-        held = sum(session in reservation.writers for reservation in absent[session].reservations.values())
+        held = sum(session in reservation.writers for reservation in away.engine.reservations.values())
         self.end_session(session, now)
         self.counters["sessions_fenced"] += 1
         return held
@@ -358,8 +317,7 @@ class Cache:
 
     def tick(self, now: float) -> None:
         """Free slots whose quarantine is over, and account for released leases. Call it a few times per second."""
-        self._begin_turn(now)
-        self.effects.actor = Actor(now)
+        self._begin_turn(now, Actor(now))
         self.eviction.learner.learn()
         self.registry.tick(now)
         if self.eviction.frozen and (not self.registry.not_restated or now >= self._grace_until):
@@ -367,20 +325,13 @@ class Cache:
         self.sweeper.add(self.reservations.free_quarantined)
         self.retentions.tick(now)
         self.sweeper.add(self.invalidation.remove_kept)
-        if not self.eviction.frozen:
-            self._end_abandoned()
+        if not self.eviction.frozen and (abandoned := self.registry.abandoned()):
+            for namespace in abandoned:  # with their blocks; blocks in use are removed at a later tick
+                self.retentions.clear(namespace.number)
+                self.invalidation.clear(namespace)
+            self.sweeper.add(self.registry.prune)
         uncover_all(engine.pins for engine in self.engines.values())
         uncover_all(owner.pins for owner in self.retentions.owners())
-
-    def _end_abandoned(self) -> None:
-        """Remove namespaces that no client can attach again, with their blocks; blocks in use are removed at a later
-        tick."""
-        abandoned = self.registry.abandoned()
-        for namespace in abandoned:
-            self.retentions.clear(namespace.number)
-            self.invalidation.clear(namespace)
-        if abandoned:
-            self.sweeper.add(self._prune)
 
     # After a restart.
 
@@ -389,15 +340,10 @@ class Cache:
         from kvcache_server.core.recovery.restore import Restoration  # imports numpy
 
         parts = (self.pool, self.registry, self.reservations, self.counters)
-        Restoration(snapshot, *parts, now, self.limits.quarantine).run()
+        Restoration(snapshot, *parts, now).run()
         self.retentions.restore(snapshot.manifest.pins)
         sessions = snapshot.manifest.sessions
-        living = {number: sessions[number] for number in snapshot.living}
-        self.await_sessions(
-            {number: self.registry.engine(opened.engine) for number, opened in living.items()},
-            {number: opened.user for number, opened in living.items()},
-            now,
-        )
+        self.await_sessions([sessions[number] for number in snapshot.living], now)
         self.effects.records += map(SessionEnded, sessions.keys() - snapshot.living)
         self.effects.records += [NamespaceCleared(number, 0) for number in snapshot.manifest.cleared]
         self.registry.prune()
@@ -405,16 +351,14 @@ class Cache:
         self.retentions.tick(now)
         self.sweeper.finish()
 
-    def await_sessions(self, sessions: dict[int, Engine], users: Mapping[int, int], now: float) -> None:
-        """Evict nothing until `sessions`, of the last epoch, have restated their leases, or the grace period is over.
-
-        `users` has the user of each session.
-        """
-        self.registry.expect(sessions, users)
+    def await_sessions(self, sessions: Collection[SessionOpened], now: float) -> None:
+        """Evict nothing until `sessions`, of the last epoch, have restated their leases, or the grace period is
+        over."""
+        self.registry.expect(sessions, now)
         self.eviction.frozen = bool(sessions)
         self._grace_until = now + self.limits.grace
 
-    def _restate(self, session: Session, request: m.Restate, now: float) -> m.Restated:
+    def _restate(self, session: Session, request: m.Restate) -> m.Restated:
         """Restore the leases of a resumed session, and the reservations whose replies it received.
 
         It may restate once. Raises NotPermitted if the session has nothing to restate; then nothing has changed.
@@ -422,7 +366,7 @@ class Cache:
         if not session.may_restate:
             raise NotPermitted(f"session {session.id} has nothing to restate: it has not resumed since it last did")
         session.may_restate = False
-        self.reservations.abandon_undelivered(session, request.heard, now)
+        self.reservations.abandon_undelivered(session, request.heard)
         former = self.registry.take_former(session.id)
         lost = self.lookups.restate(session, request, former)
         self.registry.end_leases_of(former)
@@ -431,8 +375,11 @@ class Cache:
 
     # Operators.
 
-    def _clear(self, session: Session, request: m.Clear, now: float) -> m.Cleared:
-        return m.Cleared(request.id, self.clear(request.namespace, session.engine.name, now))
+    def _fence(self, session: Session, request: m.Fence) -> m.Fenced:
+        return m.Fenced(request.id, self.fence_off(request.session, self.sweeper.now))
+
+    def _clear(self, session: Session, request: m.Clear) -> m.Cleared:
+        return m.Cleared(request.id, self.clear(request.namespace, session.engine.name, self.sweeper.now))
 
     def clear(self, namespace: str, by: str, now: float) -> int:
         """Forget all blocks of the namespace with that id, or of all namespaces for "", and return their number.
@@ -440,17 +387,14 @@ class Cache:
         Raises ClientError if the namespace does not exist, Unavailable during the grace period; then nothing has
         changed.
         """
-        ids = self.registry.by_id
-        if namespace and namespace not in ids:
-            raise ClientError(f"no namespace {namespace!r}; there are: {', '.join(ids) or 'none'}")
+        emptied = [self.registry.find(namespace)] if namespace else list(self.namespaces.values())
         if self.eviction.frozen:
             raise Unavailable(
                 "engines are reconnecting after a restart, and the blocks that they read are not known yet: try again"
             )
-        self._begin_turn(now)
-        self.effects.actor = Actor(now, by)
+        self._begin_turn(now, Actor(now, by))
         cleared = 0
-        for each in [ids[namespace]] if namespace else list(ids.values()):
+        for each in emptied:
             self.retentions.clear(each.number)
             cleared += self.invalidation.clear(each)
         return cleared

@@ -7,6 +7,8 @@ full hits appends nothing.
 
 from __future__ import annotations
 
+from collections import Counter
+
 import msgspec
 
 from kvcache_server.core.index import Block
@@ -87,20 +89,24 @@ Change = Shown | Gone | Refused | Hinted | NamespaceOpened | NamespaceClosed | N
 
 
 class Effects:
-    """The outbox: `records` for the state file, `changes` for all others, both in order."""
+    """The outbox: `records` for the state file, `changes` for all others, both in order; and the counters.
 
-    __slots__ = ("actor", "changes", "records")
+    `refusals` counts blocks that were neither granted nor given out, by reason.
+    """
+
+    __slots__ = ("actor", "changes", "counters", "records", "refusals")
 
     def __init__(self) -> None:
         self.records: list[Record] = []
         self.changes: list[Change] = []
+        self.counters: Counter[str] = Counter()
+        self.refusals: Counter[str] = Counter()
         self.actor = Actor()
 
     def __bool__(self) -> bool:
         return bool(self.records or self.changes)
 
     def take(self) -> tuple[list[Record], list[Change]]:
-        """Return and remove all records and changes."""
         taken = self.records, self.changes
         self.records, self.changes = [], []
         return taken

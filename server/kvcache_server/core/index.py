@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from itertools import islice
 from operator import attrgetter, is_
 
@@ -66,10 +67,10 @@ class Block(msgspec.Struct, gc=False, order=True):
     def visible(self) -> bool:
         return self.queued >= UNQUEUED
 
-    def unpin(self) -> None:
-        """Remove one pin; the block may enter the order again."""
-        self.pins -= 1
-        self.account.enter(self)
+    @property
+    def is_found(self) -> bool:
+        """Whether lookups find it. A distrusted block may be visible nevertheless, because it is being read."""
+        return self.account.group.visible.get(self.hash) is self
 
     def link(self, parent: Block) -> None:
         """Become the first child of `parent`."""
@@ -156,6 +157,7 @@ class BottomUp:
         return True
 
 
+@dataclass(eq=False, slots=True)
 class Order:
     """The leaves of one class of an account, in the order in which they are evicted.
 
@@ -167,14 +169,11 @@ class Order:
     none, NOT_RANKED if a colder one makes no difference.
     """
 
-    __slots__ = ("coldest", "entry", "heap", "stale", "swept")
-
-    def __init__(self) -> None:
-        self.heap: list[Block] = []
-        self.swept: list[Block] = []  # the heap being moved into `heap`
-        self.stale = 0  # entries of both whose blocks were removed
-        self.coldest = NO_LEAF
-        self.entry: tuple[float, int, int, Order, Account, int] | None = None
+    heap: list[Block] = field(default_factory=list)
+    swept: list[Block] = field(default_factory=list)  # the heap being moved into `heap`
+    stale: int = 0  # entries of both whose blocks were removed
+    coldest: int = NO_LEAF
+    entry: tuple[float, int, int, Order, Account, int] | None = None
 
     def head(self) -> Block | None:
         """Return the leaf least recently used, itself or by a removed descendant; or None. Leaves whose class has
@@ -188,16 +187,12 @@ class Order:
             block = heap[0]
             if block.tick == block.queued and not block.pins and block.child is None:
                 return block
+            heapq.heappop(heap)
             if block.pins == GONE:
-                heapq.heappop(heap)
                 self.stale -= 1
-            elif block.pins or block.child is not None:
-                heapq.heappop(heap)
-                block.queued = UNQUEUED
             else:
-                heapq.heappop(heap)
                 block.queued = UNQUEUED
-                block.account.enter(block)
+                block.account.enter(block)  # unless it is in use
 
     def next_ones(self, most: int) -> list[Block]:
         """Return about `most` of the coldest entries, which may be stale, or leaves no longer. O(most log most)."""
@@ -230,6 +225,7 @@ class Order:
                 heapq.heappush(self.heap, block)
 
 
+@dataclass(eq=False, slots=True)
 class Share:
     """The share of one engine in one namespace, all groups together: its blocks, and its bounds.
 
@@ -237,16 +233,15 @@ class Share:
     engines; `factor` is the resulting factor of their worth.
     """
 
-    __slots__ = ("bytes", "ceiling", "engine", "expected", "factor", "floor", "live", "namespace", "returned")
-
-    def __init__(self, engine: str, namespace: int) -> None:
-        self.engine, self.namespace = engine, namespace
-        self.bytes = 0
-        self.ceiling = 0  # 0: none
-        self.floor = 0.0  # bytes that are not evicted for blocks of other shares
-        self.live = True
-        self.returned = self.expected = 0.0
-        self.factor = 1.0
+    engine: str
+    namespace: int
+    bytes: int = 0
+    ceiling: int = 0  # 0: none
+    floor: float = 0.0  # bytes that are not evicted for blocks of other shares
+    live: bool = True
+    returned: float = 0.0
+    expected: float = 0.0
+    factor: float = 1.0
 
 
 class Account:
@@ -261,11 +256,6 @@ class Account:
         self.group = group
         self.news: list[tuple[Account, Order]] = []  # orders that have another coldest leaf; all accounts share it
         self.orders = tuple(Order() for _ in range(CLASSES))
-
-    @property
-    def stale(self) -> int:
-        """Entries of removed blocks."""
-        return sum(order.stale for order in self.orders)
 
     def enter(self, block: Block) -> None:
         """Add `block` to the order of its class if it may be evicted and is in no order yet."""
@@ -286,11 +276,9 @@ class Account:
             order.sweep()
 
     def entries(self) -> list[Block]:
-        """Return the entries of the orders, including stale ones."""
         return [block for order in self.orders for block in (*order.heap, *order.swept)]
 
     def clear(self) -> None:
-        """Drop all entries of the orders."""
         self.news = []
         for order in self.orders:
             order.heap, order.swept, order.stale, order.entry = [], [], 0, None
@@ -325,13 +313,7 @@ class Group:
     )
 
     def __init__(
-        self,
-        namespace: int,
-        number: int,
-        spec: GroupSpec,
-        hash_bytes: int,
-        page_bytes: int,
-        above: Group | None = None,
+        self, namespace: int, number: int, spec: GroupSpec, hash_bytes: int, page_bytes: int, above: Group | None = None
     ) -> None:
         self.above = above or self
         self.is_tail = above is not None
@@ -405,7 +387,7 @@ class Group:
 
         Its parent inherits its last use or, if no engine can still use the parent, is evicted first.
         """
-        trusted = self.trusts(block)
+        trusted = block.is_found
         if trusted:
             del self.visible[block.hash]
         parent = block.parent
@@ -440,10 +422,6 @@ class Group:
         """Whether lookups find a child of `parent` once it is READY."""
         return self.above.visible.get(parent.hash) is parent or parent is self.root
 
-    def trusts(self, block: Block) -> bool:
-        """Whether lookups find it. A distrusted block may still be in the tree, because it is being read."""
-        return self.visible.get(block.hash) is block
-
 
 class Grant(msgspec.Struct, gc=False, eq=False):
     """One WRITING block of a reservation, its settled shards, and the outcome.
@@ -468,28 +446,26 @@ class Grant(msgspec.Struct, gc=False, eq=False):
         return self.settled == self.reservation.all_shards
 
 
+@dataclass(eq=False, slots=True)
 class Reservation:
     """The grants of one Reserve. `writers[shard]` is the session that may write that shard.
 
-    `writers_number` stands for `writers` in rows.
+    `writers_number` stands for `writers` in rows. `declined` counts blocks worth less than each block in the pool.
     """
 
-    __slots__ = (
-        *("all_shards", "created", "declined", "grants", "id", "namespace", "owner", "unsettled"),
-        *("writers", "writers_number"),
-    )
+    id: int
+    namespace: int
+    owner: int
+    writers: tuple[int, ...]
+    writers_number: int
+    created: float
+    declined: int = 0
+    grants: list[Grant] = field(default_factory=list)
+    unsettled: int = 0
+    all_shards: int = 0
 
-    def __init__(self, number: int, namespace: int, owner: int, writers: tuple[int, ...], created: float) -> None:
-        self.id = number
-        self.namespace = namespace
-        self.owner = owner
-        self.writers = writers
-        self.all_shards = (1 << len(writers)) - 1
-        self.created = created
-        self.writers_number = 0
-        self.declined = 0  # blocks that were worth less than each block in the pool
-        self.grants: list[Grant] = []
-        self.unsettled = 0
+    def __post_init__(self) -> None:
+        self.all_shards = (1 << len(self.writers)) - 1
 
     @property
     def state(self) -> str:

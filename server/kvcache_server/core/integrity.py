@@ -1,10 +1,13 @@
 """The invariants of the cache's state, checked. Pure.
 
-`check_integrity` checks everything at once, including sums over all blocks; a million blocks take some seconds. An
-`Audit` checks one part after the other while requests are served.
+`check_integrity` checks everything at once, including sums over all blocks; a million blocks take some seconds. `audit`
+checks one part after the other while requests are served.
 """
 
 from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
 
 from kvcache_proto.region import DOOMED, READY, WRITING, row_of
 from kvcache_proto.types import TAIL, BlockRef
@@ -13,31 +16,121 @@ from kvcache_server.core.index import CLASSES, GONE, HIDDEN, SPARE, UNQUEUED, Bl
 from kvcache_server.core.limits import STEP
 from kvcache_server.core.pins import Lease
 from kvcache_server.core.retention import MOST, MOST_OF_ONE, NAMES, NAMES_OF_ONE
+from kvcache_server.slices import Steps
 
 _FEW = 10_000  # microseconds that the whole check may take while requests wait
 
 
 def check_integrity(cache: Cache) -> None:
     """Raise AssertionError, naming what is broken, unless all invariants hold. O(blocks)."""
-    pins: dict[int, int] = {}
+    _check_counts(cache)
     holders = cache.registry.holders()
-    for session in holders:
-        for lease in session.leases.values():
-            for block in lease.blocks:
-                pins[id(block)] = pins.get(id(block), 0) + 1
-                assert block.visible and block.pins > 0, "a lease on a block that is not visible"
-    for lease in _check_retentions(cache):
-        for block in lease.blocks:
-            pins[id(block)] = pins.get(id(block), 0) + 1
+    leases = [lease for session in holders for lease in session.leases.values()]
+    _check_leases(leases)
+    pins = Counter(id(block) for lease in (*leases, *_check_retentions(cache)) for block in lease.blocks)
     for engine in cache.engines.values():
         engine.pins.check([lease for each in holders if each.engine is engine for lease in each.leases.values()])
+        _check_reservations(engine.reservations.values())
+        assert all(each.unsettled for each in engine.reservations.values()), "a reservation that is settled"
         written = sum(_unsettled_bytes(each) for each in engine.reservations.values())
         assert engine.writing == written, f"engine {engine.name} writes {engine.writing}, not {written}"
+    for page in range(cache.pool.geometry.pages):
+        _check_page(cache, page)
     living: dict[int, Block] = {}
     for namespace in cache.namespaces.values():
         for group in namespace.groups:
             _check_group(cache, group, pins, living)
     _check_all_pages(cache, living)
+
+
+def audit(cache: Cache) -> Steps[None]:
+    """Check the state, one part after the other, while requests are served. Raises AssertionError, naming what is
+    broken, unless each part is consistent when it is checked."""
+    _check_counts(cache)
+    sessions = cache.registry.holders()
+    reservations = [each for engine in cache.engines.values() for each in engine.reservations.values()]
+    while sessions:
+        yield
+        _check_leases(sessions.pop().leases.values())
+    while reservations:
+        yield
+        _check_reservations(reservations[-STEP:])
+        del reservations[-STEP:]
+    for page in range(cache.pool.geometry.pages):
+        if page % STEP == 0:
+            yield
+        _check_page(cache, page)
+
+
+def takes_long(cache: Cache) -> bool:
+    """Whether `check_integrity` would take longer than a request may."""
+    blocks = sum(len(group.visible) for namespace in cache.namespaces.values() for group in namespace.groups)
+    blocks += sum(len(index) for _, index in cache.invalidation.cleared) + len(cache.invalidation.kept)
+    return 8 * blocks + cache.pool.geometry.pages // 8 > _FEW
+
+
+# Checks of one part.
+
+
+def _check_counts(cache: Cache) -> None:
+    pool, quarantine = cache.pool, cache.pool.quarantine.bytes
+    assert pool.used == quarantine + cache.used, "pages without account"
+    written = sum(engine.writing for engine in cache.engines.values())
+    assert pool.busy * pool.geometry.page_bytes == quarantine + written, "a miscount of busy pages"
+    for each in cache.retentions.all():
+        for block in each.lease.blocks if each.lease is not None else ():
+            assert block.visible and block.pins > 0, "retains what is hidden"
+
+
+def _check_leases(leases: Iterable[Lease]) -> None:
+    for lease in leases:
+        for block in lease.blocks:
+            assert block.visible and block.pins > 0, "a lease on a block that is not visible"
+
+
+def _check_reservations(reservations: Iterable[Reservation]) -> None:
+    for each in reservations:
+        assert each.unsettled == sum(not grant.whole for grant in each.grants), "a miscount of grants"
+
+
+def _check_page(cache: Cache, page: int) -> None:
+    block, row = cache.pool.blocks[page], cache.rows.read_row(row_of(page))
+    if block is None:
+        assert row is None, "a row without a block"
+    elif block.parent is None or block.pins == GONE:
+        assert row is not None and row.state == DOOMED, "pages that nothing can free"
+    else:
+        assert cache.pool.page(block) == page, "a block that lives elsewhere"
+        _check_block(cache, block)
+        if row is None:
+            assert block.visible and not block.is_found, "a block that the next daemon would lose"
+            return
+        body, group = row.body, block.account.group
+        assert row.parent == block.parent.generation and body.block_hash == block.hash, "another block's row"
+        assert (body.namespace, body.group) == (group.namespace, group.number), "another group's row"
+        assert body.engine == cache.engines[block.account.engine].number, "another engine's row"
+        ready = block.visible or group.pending[block.hash].ready
+        assert row.state == (READY if ready else WRITING), "a row that is in another state than its block"
+
+
+def _check_block(cache: Cache, block: Block) -> None:
+    group, parent = block.account.group, block.parent
+    assert parent is not None
+    assert parent.pins != GONE or id(parent) in cache.reservations.orphaned, "a block below one that is gone"
+    assert (parent.child if block.prev is None else block.prev.next) is block, "a block that its parent does not know"
+    assert block.next is None or block.next.prev is block, "a block that its parent does not know"
+    if block.visible:
+        assert parent.visible, "visible below what is not: nobody can reach it"
+        assert block.child is not None or block.pins or block.queued > UNQUEUED, "a leaf that nothing would evict"
+    else:
+        grant = group.pending[block.hash]
+        assert block.queued == HIDDEN and grant.block is block and grant.verdict is None, (
+            "a block that waits for nothing"
+        )
+        assert grant.ready == grant.whole, "a block that is whole and not READY"
+
+
+# Checks of everything.
 
 
 def _unsettled_bytes(reservation: Reservation) -> int:
@@ -68,33 +161,26 @@ def _check_retentions(cache: Cache) -> list[Lease]:
     return leases
 
 
-def _check_group(cache: Cache, group: Group, pins: dict[int, int], living: dict[int, Block]) -> None:
+def _check_group(cache: Cache, group: Group, pins: Counter[int], living: dict[int, Block]) -> None:
     assert not group.visible.keys() & group.pending.keys(), "a hash both visible and pending"
     roots = (group.above.root, *cache.reservations.orphaned.values())
     tree = [each for root in roots for each in root.subtree()[1:] if each.account.group is group]
-    distrusted = [block for block in tree if block.visible and not group.trusts(block)]
+    distrusted = [block for block in tree if block.visible and not block.is_found]
     blocks = [*group.visible.values(), *(grant.block for grant in group.pending.values()), *distrusted]
     assert len(tree) == len(blocks) and {id(b) for b in tree} == {id(b) for b in blocks}, "the tree is not the index"
     about_to_be_shown = {id(block) for block in cache.reservations.showing}
     queued = {id(block) for account in cache.eviction.fair_share.accounts for block in account.entries()}
     for block in blocks:
         living[id(block)] = block
-        parent = block.parent
-        assert parent is not None
-        assert block.pins == pins.get(id(block), 0), f"{block.pins} pins, {pins.get(id(block), 0)} leases"
+        assert block.pins == pins[id(block)], f"{block.pins} pins, {pins[id(block)]} leases"
+        assert block.parent is not None
         if block.visible:
-            below = [each for each in block.children() if each.account.group.trusts(each)]
-            assert group.trusts(block) or not below or group.above.severed, "found below what is distrusted"
-            assert parent.visible, "visible below what is not: nobody can reach it"
-            evictable = block.child is None and not block.pins
-            assert not evictable or block.queued > UNQUEUED, "a leaf that nothing would evict"
+            below = [each for each in block.children() if each.is_found]
+            assert block.is_found or not below or group.above.severed, "found below what is distrusted"
             assert (block.queued > UNQUEUED) == (id(block) in queued)
         else:
-            grant = group.pending[block.hash]
-            assert block.queued == HIDDEN and grant.block is block and grant.verdict is None
-            found = grant.ready and group.reaches(parent) and id(block) not in about_to_be_shown
-            assert not found, "READY below a visible parent, yet hidden"
-            assert grant.ready == grant.whole
+            found = group.pending[block.hash].ready and group.reaches(block.parent)
+            assert not found or id(block) in about_to_be_shown, "READY below a visible parent, yet hidden"
 
 
 def _check_all_pages(cache: Cache, living: dict[int, Block]) -> None:
@@ -103,7 +189,6 @@ def _check_all_pages(cache: Cache, living: dict[int, Block]) -> None:
     held: dict[Share, int] = {}
     for engine in cache.engines.values():
         for reservation in engine.reservations.values():
-            assert reservation.unsettled == sum(not grant.whole for grant in reservation.grants) > 0
             for grant in reservation.grants:
                 if not grant.whole:
                     writing[id(grant.block)] = grant.block
@@ -116,11 +201,9 @@ def _check_all_pages(cache: Cache, living: dict[int, Block]) -> None:
     owners = bytearray(pool.ready) + b"\1" * (pool.geometry.pages - pool.ready)
     busy = 0
     for page, block in enumerate(pool.blocks):
-        row = cache.rows.read_row(row_of(page))
         if block is None:
-            assert row is None, "a row without a block"
             continue
-        runs = pool.runs_of(block)
+        row, runs = cache.rows.read_row(row_of(page)), pool.runs_of(block)
         assert runs[0][0] == pool.page(block) == page, "a block on other pages"
         for first, count in runs:
             assert not any(owners[first : first + count]), "a page with two blocks"
@@ -128,24 +211,16 @@ def _check_all_pages(cache: Cache, living: dict[int, Block]) -> None:
         pages = sum(count for _, count in runs)
         if id(block) in quarantined or id(block) in writing:
             busy += pages
-            assert row is not None
-            assert row.state == (DOOMED if id(block) not in living else WRITING)
         else:
             assert id(block) in living, "a block that nothing can free"
-            if block.visible and not block.account.group.trusts(block):
+            if block.visible and not block.is_found:
                 # The next daemon learns of cleared blocks from the state file.
                 assert row is None or id(block) in cleared, "a distrusted block that the next daemon would find"
-            else:
-                assert row is not None and row.state == READY and row.body.block_hash == block.hash
         if id(block) in living:
             assert pages == block.account.group.pages, "a block of another size"
             if row is not None:
-                assert block.parent is not None and row.parent == block.parent.generation
-                body, group = row.body, block.account.group
-                assert (body.namespace, body.group) == (group.namespace, group.number)
-                assert body.engine == cache.engines[block.account.engine].number
-                ref = BlockRef.unpack(block.ref)
-                assert tuple(cache.rows.runs(ref, pages)) == runs, "runs that readers do not find"
+                found = tuple(cache.rows.runs(BlockRef.unpack(block.ref), pages))
+                assert found == runs, "runs that readers do not find"
             share = block.account.share
             held[share] = held.get(share, 0) + block.account.group.allocated_bytes
     assert busy == pool.busy, f"{pool.busy} pages are busy, {busy} are found"
@@ -154,7 +229,7 @@ def _check_all_pages(cache: Cache, living: dict[int, Block]) -> None:
         assert share.bytes == held.get(share, 0), "a share that does not add up"
     for account in cache.eviction.fair_share.accounts:
         stale = sum(block.pins == GONE for block in account.entries())
-        assert account.stale == stale, "an order of blocks that have gone"
+        assert sum(order.stale for order in account.orders) == stale, "an order of blocks that have gone"
         assert stale <= CLASSES * SPARE + len(account.entries()) - stale, "an order that nobody sweeps"
 
 
@@ -168,90 +243,3 @@ def _check_free(cache: Cache, owners: bytearray) -> None:
         last = page + count
     assert all(owners), "a page that is lost"
     assert pool.free.pages == sum(count for _, count in pool.free.runs()), "a miscount of free pages"
-    survey, quarantine = pool.survey(), pool.quarantine.bytes
-    assert survey.used == quarantine + cache.eviction.fair_share.used, "pages without account"
-    assert survey.busy >= quarantine and survey.used + survey.free == pool.capacity, "a pool that does not add up"
-
-
-def takes_long(cache: Cache) -> bool:
-    """Whether `check_integrity` would take longer than a request may."""
-    blocks = sum(len(group.visible) for namespace in cache.namespaces.values() for group in namespace.groups)
-    blocks += sum(len(index) for _, index in cache.invalidation.cleared) + len(cache.invalidation.kept)
-    return 8 * blocks + cache.pool.geometry.pages // 8 > _FEW
-
-
-class Audit:
-    """A check of the state, one part after the other, while requests are served."""
-
-    def __init__(self, cache: Cache) -> None:
-        self._cache, self._page = cache, 0
-        self._sessions = cache.registry.holders()
-        self._reservations = [each for engine in cache.engines.values() for each in engine.reservations.values()]
-        self._check_counts()
-
-    def go_on(self) -> bool:
-        """Check some more; return whether anything is left. Raises AssertionError, naming what is broken, unless each
-        part is consistent when it is checked."""
-        if self._sessions:
-            for lease in self._sessions.pop().leases.values():
-                for block in lease.blocks:
-                    assert block.visible and block.pins > 0, "a lease on a block that is not visible"
-            return True
-        if self._reservations:
-            for each in self._reservations[-STEP:]:
-                assert each.unsettled == sum(not grant.whole for grant in each.grants), "a miscount of grants"
-            del self._reservations[-STEP:]
-            return True
-        end = min(self._page + STEP, self._cache.pool.geometry.pages)
-        for page in range(self._page, end):
-            _check_page(self._cache, page)
-        self._page = end
-        return end < self._cache.pool.geometry.pages
-
-    def _check_counts(self) -> None:
-        cache = self._cache
-        pool, quarantine = cache.pool, cache.pool.quarantine.bytes
-        survey = pool.survey()
-        assert survey.used == quarantine + cache.eviction.fair_share.used, "pages without account"
-        written = sum(engine.writing for engine in cache.engines.values())
-        assert survey.busy == quarantine + written, "a miscount of busy pages"
-        for each in cache.retentions.all():
-            for block in each.lease.blocks if each.lease is not None else ():
-                assert block.visible and block.pins > 0, "retains what is hidden"
-
-
-def _check_page(cache: Cache, page: int) -> None:
-    block, row = cache.pool.blocks[page], cache.rows.read_row(row_of(page))
-    if block is None:
-        assert row is None, "a row without a block"
-    elif block.parent is None or block.pins == GONE:
-        assert row is not None and row.state == DOOMED, "pages that nothing can free"
-    else:
-        assert cache.pool.page(block) == page, "a block that lives elsewhere"
-        _check_block(cache, block)
-        if row is None:
-            assert block.visible and not block.account.group.trusts(block), "a block that the next daemon would lose"
-            return
-        body, group = row.body, block.account.group
-        assert row.parent == block.parent.generation and body.block_hash == block.hash, "another block's row"
-        assert (body.namespace, body.group) == (group.namespace, group.number), "another group's row"
-        assert body.engine == cache.engines[block.account.engine].number, "another engine's row"
-        ready = block.visible or group.pending[block.hash].ready
-        assert row.state == (READY if ready else WRITING), "a row that is in another state than its block"
-
-
-def _check_block(cache: Cache, block: Block) -> None:
-    group, parent = block.account.group, block.parent
-    assert parent is not None
-    assert parent.pins != GONE or id(parent) in cache.reservations.orphaned, "a block below one that is gone"
-    assert (parent.child if block.prev is None else block.prev.next) is block, "a block that its parent does not know"
-    assert block.next is None or block.next.prev is block, "a block that its parent does not know"
-    if block.visible:
-        assert parent.visible, "visible below what is not: nobody can reach it"
-        assert block.child is not None or block.pins or block.queued > UNQUEUED, "a leaf that nothing would evict"
-    else:
-        grant = group.pending[block.hash]
-        assert block.queued == HIDDEN and grant.block is block and grant.verdict is None, (
-            "a block that waits for nothing"
-        )
-        assert grant.ready == grant.whole, "a block that is whole and not READY"

@@ -6,7 +6,7 @@ their room is needed, as they are evicted before all others.
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import islice
@@ -14,7 +14,7 @@ from itertools import islice
 from kvcache_proto.errors import BadArgument, UnknownHandle
 from kvcache_proto.messages import Distrust, Distrusted
 from kvcache_proto.types import MAX_BLOCKS, REF_BYTES, Finding, Verdict
-from kvcache_server.core.effects import CLEARED, Effects, NamespaceEmptied
+from kvcache_server.core.effects import CLEARED, NamespaceEmptied
 from kvcache_server.core.eviction.policy import Eviction
 from kvcache_server.core.index import GOES_FIRST, GONE, Block, BottomUp, Group
 from kvcache_server.core.journal import NamespaceCleared
@@ -35,21 +35,13 @@ class Invalidation:
     been hidden; while `under_way` is not 0, more are about to be hidden.
     """
 
-    def __init__(
-        self,
-        pool: Pool,
-        eviction: Eviction,
-        reservations: Reservations,
-        counters: Counter[str],
-        effects: Effects,
-        sweeper: Sweeper,
-    ) -> None:
+    def __init__(self, pool: Pool, eviction: Eviction, reservations: Reservations, sweeper: Sweeper) -> None:
         self.cleared: list[tuple[int, dict[bytes, Block]]] = []
         self.kept: deque[Block] = deque()
         self.changes = self.under_way = 0
         self._pool, self._rows, self._eviction = pool, pool.rows, eviction
         self._reservations, self._sweeper = reservations, sweeper
-        self._counters, self._effects = counters, effects
+        self._effects, self._counters = sweeper.effects, sweeper.effects.counters
 
     def distrust(self, session: Session, request: Distrust) -> Distrusted:
         """Hide the blocks named in `request` and all below them, and report which engine stored them.
@@ -75,9 +67,10 @@ class Invalidation:
                 stored_by.append(("", 0))
                 continue
             stored_by.append(self._writer(writers, block, request.shard))
-            if self._is_found(block):  # else it is hidden already
+            if block.is_found:  # else it is hidden already
                 self._counters[_COUNTERS[finding]] += 1
-                self._hide(block, finding.name.lower())
+                self._counters["blocks_distrusted"] += 1
+                self._reservations.hide(block, finding.name.lower())
                 # The row goes first: the next daemon must find none of them, and this one least of all.
                 trunk = block.account.group.above
                 trunk.severed += 1
@@ -133,10 +126,11 @@ class Invalidation:
             self._reservations.doom(group.pending[block.hash], Verdict.ORPHANED, "orphaned")
             return False
         below = block.child
-        if below is not None and (not below.visible or self._is_found(below)):
+        if below is not None and (not below.visible or below.is_found):
             return True  # it is new, or it was never visited: those that stay are hidden
-        if self._is_found(block):
-            self._hide(block, cause)
+        if block.is_found:
+            self._counters["blocks_distrusted"] += 1
+            self._reservations.hide(block, cause)
         self._remove(block)
         return False
 
@@ -182,12 +176,6 @@ class Invalidation:
                 return True
         return False
 
-    def _hide(self, block: Block, cause: str) -> None:
-        del block.account.group.visible[block.hash]
-        self._effects.gone(block, cause)
-        self._counters["blocks_distrusted"] += 1
-        self._rows.set_state(self._pool.row(block), FORGOTTEN)
-
     def _remove(self, block: Block) -> None:
         """Remove a hidden block, or keep it if it is in use."""
         block.tick = GOES_FIRST
@@ -202,7 +190,3 @@ class Invalidation:
         """Whether it must stay. Until engines have restated their leases after a restart, any block may be being
         read."""
         return block.pins != 0 or block.child is not None or self._eviction.frozen
-
-    @staticmethod
-    def _is_found(block: Block) -> bool:
-        return block.account.group.trusts(block)

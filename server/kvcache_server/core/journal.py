@@ -132,22 +132,23 @@ _decoder = msgspec.msgpack.Decoder(Record)
 _encoder = msgspec.msgpack.Encoder()
 
 
-class Manifest:
+class Manifest(msgspec.Struct):
     """The result of all records."""
 
-    def __init__(self, region: bytes, epoch: int = 1) -> None:
-        self.region = region
-        self.epoch = epoch
-        self.namespaces: dict[int, NamespaceSpec] = {}
-        self.cleared: dict[int, int] = {}  # generations, by namespace
-        self.engines: dict[int, str] = {}
-        self.sessions: dict[int, SessionOpened] = {}
-        self.writers: dict[int, tuple[int, ...]] = {}
-        self.pins: dict[int, PinMade] = {}
-        self.last_namespace = self.last_engine = self.last_session = self.last_writers = 0
+    region: bytes
+    epoch: int = 1
+    namespaces: dict[int, NamespaceSpec] = {}
+    cleared: dict[int, int] = {}  # generations, by namespace
+    engines: dict[int, str] = {}
+    sessions: dict[int, SessionOpened] = {}
+    writers: dict[int, tuple[int, ...]] = {}
+    pins: dict[int, PinMade] = {}
+    last_namespace: int = 0
+    last_engine: int = 0
+    last_session: int = 0
+    last_writers: int = 0
 
     def apply(self, record: Record) -> None:
-        """Apply one record."""
         match record:
             case Began():
                 self.region, self.epoch = record.region, record.epoch

@@ -29,12 +29,10 @@ class Limits(msgspec.Struct, frozen=True):
 
     @property
     def user_sessions(self) -> int:
-        """The number of sessions that one user may have."""
         return self.max_user_sessions or _most_of(self.max_sessions)
 
     @property
     def user_namespaces(self) -> int:
-        """The number of existing namespaces that one user may have created."""
         return self.max_user_namespaces or _most_of(self.max_namespaces)
 
 

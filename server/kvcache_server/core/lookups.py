@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import islice, takewhile
 from typing import NamedTuple
 
 from kvcache_proto import messages as m
 from kvcache_proto.errors import BadArgument
-from kvcache_proto.types import FULL, MAX_HASHES, REF_BYTES, SUM_BYTES, TAIL, check_hashes
-from kvcache_server.core.boundary import boundary, last_end
+from kvcache_proto.types import FULL, MAX_HASHES, REF_BYTES, SUM_BYTES, TAIL, GroupSpec, check_hashes
 from kvcache_server.core.checksums import Checksums
+from kvcache_server.core.effects import Effects
 from kvcache_server.core.eviction.learner import Learner
 from kvcache_server.core.index import Block, Group
-from kvcache_server.core.limits import Limits
+from kvcache_server.core.limits import LOOK, Limits
 from kvcache_server.core.pool import Pool
-from kvcache_server.core.sessions import Asked, Engine, Namespace, Session
+from kvcache_server.core.sessions import Asked, Namespace, Session
 from kvcache_server.core.tiers import Tiers
 
 MOST_RESTATED = 1 << 16  # blocks examined per restate: some milliseconds
@@ -38,23 +38,20 @@ class _Match(NamedTuple):
     proof: Block | None = None
     junction: int = 0
 
+    @property
+    def used(self) -> list[Block]:
+        return self.chain if self.proof is None else [*self.chain, self.proof]
+
 
 class Lookups:
     """Answers lookups, and pins the blocks that they found. `last` is the number of the last lease."""
 
-    def __init__(
-        self,
-        pool: Pool,
-        learner: Learner,
-        limits: Limits,
-        counters: Counter[str],
-        refusals: Counter[str],
-    ) -> None:
+    def __init__(self, pool: Pool, learner: Learner, effects: Effects, limits: Limits) -> None:
         self.last = 0
         self.checksums: Checksums | None = None  # set if there is a file for them
         self.tiers: Tiers | None = None  # set while there are any
         self._pool, self._learner = pool, learner
-        self._counters, self._refusals = counters, refusals
+        self._counters, self._refusals = effects.counters, effects.refusals
         self.set_limits(limits)
 
     def set_limits(self, limits: Limits) -> None:
@@ -63,7 +60,7 @@ class Lookups:
 
     # Lookups.
 
-    def acquire(self, session: Session, request: m.Acquire, now: float) -> m.Acquired:
+    def acquire(self, session: Session, request: m.Acquire) -> m.Acquired:
         """Answer with the longest prefix after which the engine can continue, under a lease if `request.pin`.
 
         Raises UnknownHandle, BadArgument; then nothing has changed.
@@ -115,13 +112,12 @@ class Lookups:
     ) -> m.Acquired:
         """Answer with the blocks found, as far as the engine may pin them."""
         engine, chain, hits, tails, withheld = session.engine, match.chain, match.hits, match.tails, match.withheld
-        used = chain if match.proof is None else [*chain, match.proof]
-        asked = self._note_asked(engine, request, namespace, group, match, used)
+        asked = self._note_asked(session, request, namespace, group, match)
         if hits and engine.writers[request.namespace] is None:
             # A rank that has not mapped the region could not load the blocks that its scheduler gets.
             self._counters["ranks_missing"] += 1
             return m.Acquired(request.id, 0, 0, 0, b"")
-        pending, coming, eta = self._not_here_yet(session, request, group, match, used)
+        pending, coming, eta = self._not_here_yet(session, request, group, match)
         lease = size = cover = 0
         if request.pin and hits:
             if len(session.leases) >= self._max_leases:
@@ -145,25 +141,20 @@ class Lookups:
         blocks = [*chain, *tails] if tails else chain
         slots = b"".join([block.ref for block in blocks])
         sums = b""
-        if request.verify and self.checksums:
-            locate = self._pool.locate_if_scattered
-            read = self.checksums.read
-            sums = read(slots, group.sum_offsets, locate) if not tails else b"".join(map(self._sums, blocks))
+        if request.verify and self.checksums and tails:
+            sums = b"".join([self._sums([block]) for block in blocks])
+        elif request.verify and self.checksums:
+            sums = self.checksums.read(slots, group.sum_offsets, self._pool.locate_if_scattered)
         return m.Acquired(request.id, lease, hits, pending, slots, withheld, sums, coming, eta, match.junction)
 
     def _note_asked(
-        self,
-        engine: Engine,
-        request: m.Acquire,
-        namespace: Namespace,
-        group: Group,
-        match: _Match,
-        used: Sequence[Block],
+        self, session: Session, request: m.Acquire, namespace: Namespace, group: Group, match: _Match
     ) -> Asked:
         """Count a lookup. A request's repeated lookups do not show how often blocks are used."""
-        asked = engine.asked(request.request, group)
+        asked = session.engine.asked(request.request, group)
         if not asked.lookups:
-            self._learner.asked(engine, group, request, used, match.hits + (match.proof is not None), match.tails)
+            hits = match.hits + (match.proof is not None)
+            self._learner.asked(session.engine, group, request, match.used, hits, match.tails)
         asked.lookups += 1
         namespace.lookups += 1
         more = len(request.hashes) - group.spec.followed - asked.blocks
@@ -173,9 +164,7 @@ class Lookups:
             self._counters["blocks_requested"] += more
         return asked
 
-    def _not_here_yet(
-        self, session: Session, request: m.Acquire, group: Group, match: _Match, used: Sequence[Block]
-    ) -> tuple[int, int, int]:
+    def _not_here_yet(self, session: Session, request: m.Acquire, group: Group, match: _Match) -> tuple[int, int, int]:
         """Return the numbers of blocks after the hits that are being written and that come from tiers, and when: see
         Acquired."""
         pending = match.pending if group.tails else group.pending_after(request.hashes, match.hits)
@@ -184,7 +173,7 @@ class Lookups:
         now = self._pool.now
         if group.tails:
             return pending, *self.tiers.looked_up_with_tails(
-                session, group, request, match.hits, used, match.tails, now
+                session, group, request, match.hits, match.used, match.tails, now
             )
         return pending, *self.tiers.looked_up(session, group, request.hashes, match.chain, pending, now)
 
@@ -192,9 +181,9 @@ class Lookups:
         """Count hits that were not yet counted for this request, and note that their blocks were read."""
         chain, tails = match.chain, match.tails
         if chain:
-            self._pool.note_read(match.proof or chain[-1])
+            self._pool.touch(match.proof or chain[-1], 1)
         for block in tails:
-            self._pool.note_read(block)
+            self._pool.touch(block, 1)
         more = hits - asked.hits
         if more > 0:
             asked.hits += more
@@ -209,28 +198,23 @@ class Lookups:
         """Start a lease on blocks of one group, each by itself; return its number, their references, and checksums."""
         self.last += 1
         session.pin(self.last, None, 0, 0, blocks)
-        group, slots, sums = blocks[0].account.group, b"".join([block.ref for block in blocks]), b""
+        return self.last, b"".join([block.ref for block in blocks]), self._sums(blocks)
+
+    def _sums(self, blocks: Sequence[Block]) -> bytes:
+        """Return the checksums of blocks of one group, 0 for shards that have none."""
+        group, sums = blocks[0].account.group, b""
         if self.checksums is not None:
+            slots = b"".join([block.ref for block in blocks])
             sums = self.checksums.read(slots, group.sum_offsets, self._pool.locate_if_scattered)
-        return self.last, slots, sums or bytes(len(blocks) * len(group.spec.shards) * SUM_BYTES)
+        return sums or bytes(len(blocks) * len(group.spec.shards) * SUM_BYTES)
 
-    def _sums(self, block: Block) -> bytes:
-        """Return the checksums of one block, 0 for shards that have none."""
-        group = block.account.group
-        assert self.checksums is not None
-        sums = self.checksums.read(block.ref, group.sum_offsets, self._pool.locate_if_scattered)
-        return sums or bytes(SUM_BYTES * len(group.spec.shards))
-
-    def release(self, session: Session, request: m.Release, now: float) -> None:
+    def release(self, session: Session, request: m.Release) -> None:
         """End the session's leases named in `request`; count unknown ones."""
-        unknown = 0
         for lease in request.leases:
             if lease in session.leases:
                 session.unpin(lease)
             else:
-                unknown += 1
-        if unknown:
-            self._counters["releases_unknown"] += unknown
+                self._counters["releases_unknown"] += 1
 
     # After a restart, or a lost connection.
 
@@ -268,9 +252,10 @@ class Lookups:
                 lost.append(number)
                 continue
             block = blocks.pop(0) if blocks[0].account.group.spec.kind == FULL else None
-            may_pin = len(session.leases) < self._max_leases
-            may_pin = may_pin and all(each.account.group.spec.kind == TAIL for each in blocks)
-            size = chains.add(block, self._quota - pins.bytes + ended - _bytes(blocks)) if may_pin else None
+            room = self._quota - pins.bytes + ended - _bytes(blocks)
+            fits = room >= 0 and len(session.leases) < self._max_leases
+            fits = fits and all(each.account.group.spec.kind == TAIL for each in blocks)
+            size = (chains.add(block, room) if block is not None else 0) if fits else None
             if size is None:
                 lost.append(number)
                 self._counters["leases_over_limits"] += 1
@@ -289,23 +274,91 @@ class _Chains:
         self._left = MOST_RESTATED
         self._counted: set[int] = set()  # ids: the blocks are pinned meanwhile
 
-    def add(self, end: Block | None, room: int) -> int | None:
+    def add(self, end: Block, room: int) -> int | None:
         """Return the bytes of the blocks of the chain with that `end` that were not counted before; None, and count
         none, if there is no `room` for them, or too many would have to be examined."""
-        new: list[int] = []
-        size = end.account.group.allocated_bytes if end is not None else 0
-        for block in end.ancestors() if end is not None else ():
-            if id(block) in self._counted:
-                break
-            new.append(id(block))
-            if len(new) > self._left or len(new) * size > room:
-                break
+        most = min(max(self._left, 0), room // end.account.group.allocated_bytes)
+        uncounted = takewhile(lambda block: id(block) not in self._counted, end.ancestors())
+        new = [id(block) for block in islice(uncounted, max(0, most) + 1)]
         self._left -= len(new)
-        if len(new) * size > room or (new and self._left < 0):
+        if len(new) > most:
             return None
         self._counted.update(new)
-        return len(new) * size
+        return len(new) * end.account.group.allocated_bytes
 
 
 def _bytes(blocks: Sequence[Block]) -> int:
     return sum([block.account.group.allocated_bytes for block in blocks])
+
+
+# Where an engine may continue: the longest prefix for which each group has the blocks that it needs.
+
+
+def boundary(tails: Sequence[Group], hashes: Sequence[bytes], most: int, start: int) -> tuple[int, list[Block]]:
+    """Return the largest number of blocks, at most `most`, after which an engine may continue, and the tails' blocks
+    that it needs for that, tail after tail in prompt order.
+
+    It has the first `start` blocks itself. Returns 0 and no blocks if there is no number above `start`, or if one of
+    the blocks hangs on a hidden one and has not been removed yet.
+    """
+    while most > start:
+        found = _blocks(tails, hashes, most, start)
+        if found is not None and tails[0].above.severed and not all(map(_is_reachable, found)):
+            return 0, []
+        if found is not None:
+            return most, found
+        most = last_end([(tail.spec, tail.visible.__contains__) for tail in tails], hashes, most, start)
+    return 0, []
+
+
+def _is_reachable(block: Block) -> bool:
+    return block.parent is not None and block.account.group.reaches(block.parent)
+
+
+def _blocks(tails: Sequence[Group], hashes: Sequence[bytes], end: int, start: int) -> list[Block] | None:
+    """Return the blocks of `tails` that an engine needs to continue after `end` blocks, None if one is missing."""
+    found: list[Block] = []
+    try:
+        for tail in tails:
+            first = max(start, end - tail.spec.needed(end))
+            found += map(tail.visible.__getitem__, hashes[first:end])
+    except KeyError:
+        return None
+    return found
+
+
+def last_end(
+    tails: Sequence[tuple[GroupSpec, Callable[[bytes], bool]]], hashes: Sequence[bytes], most: int, start: int
+) -> int:
+    """Return the largest number of blocks, at most `most`, for which `tails` have the blocks needed; at least `start`.
+
+    Each tail is given as its spec and a test for its blocks. Returns `start` if the search takes long because the
+    blocks have more gaps than any engine leaves behind.
+    """
+    have = [bytes(map(has, hashes[start:most])) for _, has in tails]
+    end, before, looks = most, most + 1, 0
+    while end < before:
+        before = end
+        for (spec, _), flags in zip(tails, have, strict=True):
+            while (lower := _lower(spec, flags, end, start)) < end:
+                end = lower
+                looks += 1
+                if looks == LOOK:
+                    return start
+    return end
+
+
+def _lower(spec: GroupSpec, flags: bytes, end: int, start: int) -> int:
+    """Return `end` if one tail has the blocks needed to continue after `end` blocks, else a lower number to try next.
+
+    `flags[at]` is whether the tail has block `start + at`. No number in between would do.
+    """
+    inside = end - start
+    missing = flags.rfind(0, 0, inside)
+    if missing < inside - min(spec.needed(end), inside):
+        return end
+    lower = start + missing
+    if missing and spec.needed(lower) and not flags[missing - 1]:
+        last = flags.rfind(1, 0, missing)  # skips all missing blocks before it
+        lower = max(start + last + 1, lower - lower % spec.period if spec.period else start)
+    return lower

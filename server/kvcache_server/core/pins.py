@@ -54,20 +54,6 @@ class Lease(msgspec.Struct, gc=False):
         """The blocks that it pins directly."""
         return [*self.tails] if self.block is None else [self.block, *self.tails]
 
-    def unpin(self) -> None:
-        for block in self.blocks:
-            block.unpin()
-
-
-def new_lease(block: Block | None, size: int, cover: int = 0, tails: Sequence[Block] = ()) -> Lease:
-    """Pin `block`, and so the chain above it, and the blocks of `tails`; see Lease for `size` and `cover`."""
-    lease = Lease(block, size, cover, tails, sum([each.account.group.allocated_bytes for each in tails]))
-    if block is not None:
-        block.pins += 1
-    for each in tails:
-        each.pins += 1
-    return lease
-
 
 class Pins:
     """Attributes: `bytes`, an upper bound of the bytes that the engine's leases pin together; exact if all chains are
@@ -84,7 +70,6 @@ class Pins:
 
     @property
     def settled(self) -> bool:
-        """Whether no block remains to be uncovered."""
         return not self._over
 
     @property
@@ -98,20 +83,29 @@ class Pins:
         while steps and self._loose:
             steps = self._cover(steps)
 
-    def add(self, lease: Lease) -> None:
-        """Count a new lease. Its cover, if it has one, was returned by `fit` just now."""
-        self.bytes += lease.bytes + lease.beside
+    def hold(self, block: Block | None, size: int, cover: int = 0, tails: Sequence[Block] = ()) -> Lease:
+        """Return a new lease, which pins the given blocks; see Lease. A cover was returned by `fit` just now."""
+        lease = Lease(block, size, cover, tails, sum([each.account.group.allocated_bytes for each in tails]))
+        if block is not None:
+            block.pins += 1
+        for each in tails:
+            each.pins += 1
+        self.bytes += size + lease.beside
         if lease.bytes:
             self._loose[id(lease)] = lease
         if lease.cover:
             self._covers[lease.cover].count += 1
+        return lease
 
-    def drop(self, lease: Lease) -> None:
-        """Stop counting a lease. O(1): the blocks that it covered count until `uncover` gets to them."""
+    def release(self, lease: Lease) -> None:
+        """End a lease. O(its blocks): those that it covered count until `uncover` gets to them."""
         self.bytes -= lease.bytes + lease.beside
         self._loose.pop(id(lease), None)
         if lease.cover:
             self._over.append(lease.cover)
+        for block in lease.blocks:
+            block.pins -= 1
+            block.account.enter(block)
 
     def fit(self, found: Sequence[Block], quota: int) -> tuple[int, int, int]:
         """Return the number of blocks of `found`, a chain from its root on, that may be pinned within `quota` bytes.

@@ -1,28 +1,23 @@
 """The pages of the region, and the block on each. Pure.
 
-Every change of a row is written here before a reply reports it, except the settlements, which `Reservations` writes.
+Changes of rows are written here, except settlements, which `Reservations` writes.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable
-from typing import NamedTuple
+from itertools import islice
 
-from kvcache_proto.errors import BadArgument
 from kvcache_proto.region import FREED, RegionRows, RowFields, Run, pieces, row_of
 from kvcache_proto.types import REF_BYTES, pack_ref
 from kvcache_server.core.checksums import Locate
-from kvcache_server.core.free_runs import FreeRuns, Runs
 from kvcache_server.core.index import CLASS_MASK, FIRST_TICK, NEXT_TICK, TICKS_PER_SECOND, Block
 
+Runs = tuple[Run, ...]
 
-class Survey(NamedTuple):
-    """In bytes: the blocks, the part of them that may still be written, and the free space."""
-
-    used: int
-    busy: int
-    free: int
+_LOOKS = 16  # free runs of a class that may be too short by less than half
+_NEARLY_FULL = 8  # one page in this many is free: blocks are evicted faster than a tier writes
 
 
 class Pool:
@@ -53,18 +48,18 @@ class Pool:
     def capacity(self) -> int:
         return self.geometry.pages * self.geometry.page_bytes
 
-    @property
-    def page_bytes(self) -> int:
-        return self.geometry.page_bytes
-
     def blocks_of(self, allocated_bytes: int) -> int:
         """Return the number of blocks of `allocated_bytes` bytes that the pool has room for."""
-        return self.capacity // max(allocated_bytes, self.page_bytes)
+        return self.capacity // max(allocated_bytes, self.geometry.page_bytes)
 
     @property
     def is_growing(self) -> bool:
-        """Whether more pages will be ready soon."""
         return self.ready < self.geometry.pages
+
+    @property
+    def is_nearly_full(self) -> bool:
+        """Whether blocks are about to be evicted."""
+        return self.free.pages <= self.geometry.pages // _NEARLY_FULL
 
     def grow(self, ready: int) -> None:
         """Use the first `ready` pages from now on; the number never decreases."""
@@ -72,18 +67,10 @@ class Pool:
             self.free.add(self.ready, ready - self.ready)
             self.ready = self.rows.ready_pages = ready
 
-    def survey(self) -> Survey:
-        """Pages that are not ready yet count as free."""
-        used, size = self.ready - self.free.pages, self.page_bytes
-        return Survey(used * size, self.busy * size, self.capacity - used * size)
-
-    def check_size(self, block_bytes: int) -> None:
-        """Raise BadArgument if a block of `block_bytes` does not fit into the region."""
-        if block_bytes > self.capacity:
-            raise BadArgument(
-                f"a block of {block_bytes} bytes does not fit into a region of {self.capacity} bytes: "
-                "start the daemon with a larger size"
-            )
+    @property
+    def used(self) -> int:
+        """Bytes of the pages that are not free; those that are not ready yet are."""
+        return (self.ready - self.free.pages) * self.geometry.page_bytes
 
     def set_time(self, now: float) -> None:
         """Date uses from now on at `now`, in seconds, but not before the last one."""
@@ -119,17 +106,12 @@ class Pool:
         return row
 
     def runs_of(self, block: Block) -> Runs:
-        """Return the pages of a block."""
         page = self.page(block)
         return self._scattered.get(page) or ((page, block.account.group.pages),)
 
-    def vacate(self, block: Block) -> Runs:
-        """Take a block off its pages, and return them; `place` or `give_back` must follow."""
-        page = self.page(block)
-        return self.vacate_at(page, block)
-
-    def vacate_at(self, page: int, block: Block) -> Runs:
-        """The same for a block whose first page is known."""
+    def vacate(self, block: Block, page: int | None = None) -> Runs:
+        """Take a block off its pages, of which the first may be given, and return them; `give_back` must follow."""
+        page = self.page(block) if page is None else page
         self.blocks[page] = None
         self.rows.close_row(row_of(page))
         runs = self._scattered.pop(page, None)
@@ -140,31 +122,24 @@ class Pool:
         return runs
 
     def give_back(self, runs: Runs) -> None:
-        """Free pages."""
         for page, count in runs:
             self.free.add(page, count)
 
-    def touch(self, block: Block) -> int:
-        """Record a use of `block`; return its first page."""
+    def touch(self, block: Block, read: int = 0) -> None:
+        """Record a use of `block` and, if it was `read`, that a lookup found it, and so the blocks above it."""
         self.tick = tick = self.tick + NEXT_TICK
         block.tick = tick | block.tick & CLASS_MASK
+        page = self.page(block)  # as in `write_tick`, without the call
+        self.rows.set_tick(row_of(page), block.tick)
+        if read:
+            self.read[page] = 1
+
+    def write_tick(self, block: Block, read: int = 0) -> None:
+        """Store the block's tick, which has changed, in its row, and whether it was `read`."""
         page = self.page(block)
         self.rows.set_tick(row_of(page), block.tick)
-        return page
-
-    def note_read(self, block: Block) -> None:
-        """Record that a lookup found `block`, and the blocks above it."""
-        self.read[self.touch(block)] = 1
-
-    def write_tick(self, block: Block) -> None:
-        """Store the block's tick, which has changed, in its row."""
-        self.rows.set_tick(self.row(block), block.tick)
-
-    def inherit(self, parent: Block, read: int) -> None:
-        """Store what `parent` inherits from a removed child: its tick, and whether it was `read`."""
-        page = self.page(parent)
-        self.rows.set_tick(row_of(page), parent.tick)
-        self.read[page] |= read
+        if read:
+            self.read[page] = 1
 
     def page(self, block: Block) -> int:
         """Return the first page of `block`."""
@@ -194,9 +169,7 @@ class Pool:
 
     def resume(self, generation: int, free: Iterable[Run]) -> None:
         """Continue after an earlier daemon, whose last generation is given, with only these runs of pages free.
-
-        Blocks are added afterwards, by `adopt`, or in `blocks` if they have one run.
-        """
+        `adopt` adds its blocks afterwards."""
         self.generation = generation
         self.read = bytearray(b"\1") * self.geometry.pages
         self.free, runs = FreeRuns(), list(free)
@@ -242,3 +215,91 @@ class Quarantine:
 
     def blocks(self) -> list[Block]:
         return [block for _, _, _, block in self._blocks]
+
+
+class FreeRuns:
+    """The free pages, as runs. Runs that touch are merged at once.
+
+    A block gets one run if one is long enough: a short one of these, so that long ones stay. Otherwise it gets several,
+    the longest first: short pieces are slow to copy.
+
+    Attributes: `pages` is the number of free pages.
+    """
+
+    def __init__(self) -> None:
+        self.pages = 0
+        self._lengths: dict[int, int] = {}  # by the first page
+        self._begins: dict[int, int] = {}  # by the page after the last one
+        self._classes: list[dict[int, None]] = []  # by the bit length of the runs' lengths: their first pages
+
+    def add(self, page: int, count: int) -> None:
+        """Free the `count` pages from `page` on."""
+        self.pages += count
+        end = page + count
+        if (before := self._begins.get(page)) is not None:
+            self._remove(before)
+            page = before
+        if end in self._lengths:
+            end += self._remove(end)
+        self._insert(page, end - page)
+
+    def take(self, count: int) -> Runs | None:
+        """Take `count` pages; None if fewer are free."""
+        if count > self.pages:
+            return None
+        if (page := self._find(count)) is not None:
+            return (self._take_from(page, count),)
+        runs: list[Run] = []
+        for found in reversed(self._classes):
+            while found and count:
+                page = next(iter(found))
+                runs.append(self._take_from(page, min(count, self._lengths[page])))
+                count -= runs[-1][1]
+        return tuple(runs)
+
+    def take_run(self, count: int) -> Run | None:
+        """Take one run of `count` pages; None if there is none."""
+        page = self._find(count)
+        return self._take_from(page, count) if page is not None else None
+
+    def runs(self) -> list[Run]:
+        """Return all runs, in no order."""
+        return list(self._lengths.items())
+
+    def _find(self, count: int) -> int | None:
+        """Return the first page of a run of at least `count` pages."""
+        size = count.bit_length()
+        if size < len(self._classes) and self._classes[size]:
+            for page in islice(self._classes[size], _LOOKS):
+                if self._lengths[page] >= count:
+                    return page
+        for found in islice(self._classes, size + 1, None):
+            if found:
+                return next(iter(found))
+        return None
+
+    def _take_from(self, page: int, count: int) -> Run:
+        length = self._lengths.pop(page)
+        left, begin, end = length - count, page + count, page + length
+        found, size = self._classes[length.bit_length()], left.bit_length()
+        del found[page]
+        if left:
+            self._lengths[begin], self._begins[end] = left, begin
+            (found if size == length.bit_length() else self._classes[size])[begin] = None
+        else:
+            del self._begins[end]
+        self.pages -= count
+        return page, count
+
+    def _insert(self, page: int, count: int) -> None:
+        size = count.bit_length()
+        while size >= len(self._classes):
+            self._classes.append({})
+        self._classes[size][page] = None
+        self._lengths[page] = count
+        self._begins[page + count] = page
+
+    def _remove(self, page: int) -> int:
+        count = self._lengths.pop(page)
+        del self._begins[page + count], self._classes[count.bit_length()][page]
+        return count

@@ -5,19 +5,19 @@ Pure; time is an argument.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable
+from itertools import islice
 
 from kvcache_proto import messages as m
-from kvcache_proto.errors import BadArgument, NotPermitted, UnknownHandle
+from kvcache_proto.errors import BadArgument, ClientError, NotPermitted, UnknownHandle
 from kvcache_proto.types import MAX_NAME
-from kvcache_server.core.effects import Effects, NamespaceClosed, NamespaceOpened
+from kvcache_server.core.effects import NamespaceClosed, NamespaceOpened
 from kvcache_server.core.eviction.policy import Eviction
 from kvcache_server.core.index import Account, Group, Share
-from kvcache_server.core.journal import EngineForgotten, EngineMade, NamespaceForgotten, NamespaceMade
+from kvcache_server.core.journal import EngineForgotten, EngineMade, NamespaceForgotten, NamespaceMade, SessionOpened
 from kvcache_server.core.limits import STEP, Limits
 from kvcache_server.core.pool import Pool
-from kvcache_server.core.sessions import NOBODY, Engine, Namespace, Session, Users
+from kvcache_server.core.sessions import NOBODY, Engine, Namespace, Session
 from kvcache_server.core.sweeper import Sweeper
 
 MAX_ATTACHED = 16  # namespaces per session: an engine is in one, and after a reset also in the next one
@@ -25,34 +25,25 @@ OPERATORS = 16  # sessions beyond max_sessions that are reserved for operators
 
 
 class Registry:
-    """Attributes: `disconnected` has, by session, the engines of sessions whose door has closed but whose process may
-    live. `not_restated` are sessions of the last epoch that have not restated their leases. `leaving` has, by number,
-    sessions as they were when their door closed, with leases that have not been restated yet, and when these end.
-    `ended` are sessions whose leases are being released.
+    """Attributes: `disconnected` are the sessions whose door has closed but whose process may live. `not_restated` are
+    sessions of the last epoch that have not restated their leases. `leaving` has sessions as they were when their door
+    closed, with leases that have not been restated yet, and when these end. `ended` are sessions whose leases are being
+    released.
     """
 
-    def __init__(
-        self,
-        pool: Pool,
-        eviction: Eviction,
-        limits: Limits,
-        counters: Counter[str],
-        effects: Effects,
-        sweeper: Sweeper,
-    ) -> None:
+    def __init__(self, pool: Pool, eviction: Eviction, sweeper: Sweeper, limits: Limits) -> None:
         self.namespaces: dict[int, Namespace] = {}
         self.by_id: dict[str, Namespace] = {}
         self.engines: dict[str, Engine] = {}
         self.sessions: dict[int, Session] = {}
-        self.users = Users()
-        self.disconnected: dict[int, Engine] = {}
+        self.disconnected: dict[int, Session] = {}
         self.not_restated: set[int] = set()
         self.leaving: dict[int, tuple[float, Session]] = {}
         self.ended: list[Session] = []
         self.last_namespace = self.last_engine = self.last_session = 0
         self.limits = limits
         self._pool, self._eviction, self._fair_share = pool, eviction, eviction.fair_share
-        self._counters, self._effects, self._sweeper = counters, effects, sweeper
+        self._sweeper, self._effects, self._counters = sweeper, sweeper.effects, sweeper.effects.counters
 
     # Sessions.
 
@@ -68,7 +59,7 @@ class Registry:
         limits, there = self.limits, len(self.sessions) + len(self.disconnected)
         if there >= limits.max_sessions + (OPERATORS if is_operator else 0):
             raise NotPermitted(f"{there} sessions are open: max_sessions is {limits.max_sessions}")
-        own = self.users.sessions[user]
+        own = sum(each.user == user for each in (*self.sessions.values(), *self.disconnected.values()))
         if own >= limits.user_sessions and user != NOBODY and not is_operator:
             raise NotPermitted(f"uid {user} has {own} sessions: max_user_sessions is {limits.user_sessions}")
         self.last_session += 1
@@ -77,26 +68,22 @@ class Registry:
 
     def resume(self, number: int, label: str, now: float, user: int = NOBODY) -> None:
         """Resume a disconnected session, which may restate its leases. Raises UnknownHandle if it has ended."""
-        engine = self.disconnected.pop(number, None)
-        if engine is None:
+        former = self.disconnected.pop(number, None)
+        if former is None:
             raise UnknownHandle(f"session {number} cannot be resumed: it has ended")
-        engine.disconnected.discard(number)
+        former.engine.disconnected.discard(number)
         if number in self.leaving:
             self.leaving[number] = now + self.limits.grace, self.leaving.pop(number)[1]
-        session = Session(number, engine, label, now, user)
-        session.may_restate = True
-        self._enter(session)
+        self._enter(Session(number, former.engine, label, now, user, may_restate=True))
         self._counters["sessions_resumed"] += 1
 
     def _enter(self, session: Session) -> None:
-        self.users.add(session.id, session.user)
         self.sessions[session.id] = session.engine.sessions[session.id] = session
 
     def disconnect(self, number: int, now: float) -> None:
-        """Note that the door of a session has closed. Its process may live.
+        """Note that the door of a session has closed. Its process may live, still write, and still read.
 
-        So it keeps its reservations, because it may still write, and for the grace period its leases, because it may
-        still read: it may only have lost the connection, and restate them.
+        So it keeps its reservations, and for the grace period its leases, which it may restate.
         """
         session = self.sessions.pop(number)
         engine = session.engine
@@ -107,7 +94,8 @@ class Registry:
             self.leaving[number] = now + self.limits.grace, session
         for namespace, _ in session.attached.values():
             engine.note_writers(namespace)
-        self._note_disconnected(number, engine)
+        session.attached.clear()  # it may outlive the namespaces
+        self._note_disconnected(session)
         if not session.may_restate:
             self.not_restated.discard(number)
 
@@ -128,8 +116,10 @@ class Registry:
 
     def _end_some_leases(self) -> bool:
         if self.ended:
-            self.ended[-1].end_leases(4 * STEP)
-            if not self.ended[-1].leases:
+            session = self.ended[-1]
+            for number in list(islice(session.leases, 4 * STEP)):
+                session.unpin(number)
+            if not session.leases:
                 self.ended.pop()
         return bool(self.ended)
 
@@ -140,27 +130,25 @@ class Registry:
                 break
             self.end_leases_of(self.take_former(number))
 
-    def _note_disconnected(self, number: int, engine: Engine) -> None:
-        self.disconnected[number] = engine
-        engine.disconnected.add(number)
+    def _note_disconnected(self, session: Session) -> None:
+        self.disconnected[session.id] = session
+        session.engine.disconnected.add(session.id)
 
     def forget(self, number: int) -> Engine:
         """Remove a session whose process is gone, and return its engine."""
         if number in self.sessions:
             self.disconnect(number, 0.0)
         self.end_leases_of(self.take_former(number))
-        engine = self.disconnected.pop(number)
+        engine = self.disconnected.pop(number).engine
         engine.disconnected.discard(number)
         self.not_restated.discard(number)
-        self.users.drop(number)
         return engine
 
-    def expect(self, sessions: Mapping[int, Engine], users: Mapping[int, int]) -> None:
-        """Add `sessions` of the last epoch, which may come back, as disconnected; `users` has the user of each."""
-        for number, engine in sessions.items():
-            self._note_disconnected(number, engine)
-            self.users.add(number, users[number])
-        self.not_restated = set(sessions)
+    def expect(self, sessions: Iterable[SessionOpened], now: float) -> None:
+        """Add `sessions` of the last epoch, which may come back, as disconnected."""
+        for each in sessions:
+            self._note_disconnected(Session(each.number, self.engine(each.engine), each.label, now, each.user))
+        self.not_restated = set(self.disconnected)
 
     # Engines and namespaces.
 
@@ -215,20 +203,29 @@ class Registry:
         if own >= limits.user_namespaces and session.user != NOBODY:
             most = limits.user_namespaces
             raise NotPermitted(f"uid {session.user} has made {own} namespaces: max_user_namespaces is {most}")
-        for each in spec.groups:
-            self._pool.check_size(each.block_bytes)
-        namespace = Namespace(self.last_namespace + 1, spec, self._pool.page_bytes, session.user)
+        size, capacity = max(each.block_bytes for each in spec.groups), self._pool.capacity
+        if size > capacity:
+            raise BadArgument(
+                f"a block of {size} bytes does not fit into a region of {capacity} bytes: "
+                "start the daemon with a larger size"
+            )
+        namespace = Namespace(self.last_namespace + 1, spec, self._pool.geometry.page_bytes, session.user)
         self._effects.records.append(NamespaceMade(namespace.number, spec))
         self.add_namespace(namespace)
         self._effects.changes.append(NamespaceOpened(namespace))
         return namespace
+
+    def find(self, id_: str) -> Namespace:
+        """Return the namespace with that id. Raises ClientError."""
+        if id_ not in self.by_id:
+            raise ClientError(f"no namespace {id_!r}; there are: {', '.join(self.by_id) or 'none'}")
+        return self.by_id[id_]
 
     def add_namespace(self, namespace: Namespace) -> None:
         self.last_namespace = max(self.last_namespace, namespace.number)
         self.namespaces[namespace.number] = self.by_id[namespace.id] = namespace
 
     def detach(self, session: Session, request: m.Detach) -> None:
-        """Detach the session from a namespace."""
         left = session.attached.pop(request.namespace, None)
         if left is None:
             self._counters["detaches_unknown"] += 1
@@ -250,8 +247,8 @@ class Registry:
                 kept.update(engine.shares)
         return [each for each in found if each.number not in kept]
 
-    def prune(self) -> None:
-        """Remove engines and namespaces without sessions and blocks."""
+    def prune(self) -> bool:
+        """Remove engines and namespaces without sessions and blocks. As a step of the sweeper, it leaves nothing."""
         records = self._effects.records
         gone = self._fair_share.prune()
         if gone:
@@ -276,3 +273,4 @@ class Registry:
                 engine.writers.pop(namespace.number, None)
             records.append(NamespaceForgotten(namespace.number))
             self._effects.changes.append(NamespaceClosed(namespace))
+        return False

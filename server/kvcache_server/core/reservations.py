@@ -8,14 +8,13 @@ settled.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping
 
 from kvcache_proto import messages as m
 from kvcache_proto.errors import BadArgument, UnknownHandle
 from kvcache_proto.types import MAX_BLOCKS, SUM_BYTES, TAIL, Outcome, Refusal, Verdict, check_hashes
 from kvcache_server.core.checksums import Checksums
-from kvcache_server.core.effects import Effects, Shown
+from kvcache_server.core.effects import Shown
 from kvcache_server.core.eviction.policy import Eviction
 from kvcache_server.core.index import (
     CLASSES,
@@ -49,15 +48,7 @@ class Reservations:
     """
 
     def __init__(
-        self,
-        pool: Pool,
-        eviction: Eviction,
-        engines: Mapping[str, Engine],
-        limits: Limits,
-        counters: Counter[str],
-        refusals: Counter[str],
-        effects: Effects,
-        sweeper: Sweeper,
+        self, pool: Pool, eviction: Eviction, engines: Mapping[str, Engine], sweeper: Sweeper, limits: Limits
     ) -> None:
         self.last = self.last_writers = 0
         self.writers: dict[tuple[int, ...], int] = {}
@@ -67,7 +58,8 @@ class Reservations:
         self._pool, self._rows, self._eviction = pool, pool.rows, eviction
         self._engines, self._sweeper = engines, sweeper
         self._classes = eviction.learner.expected
-        self._counters, self._refusals, self._effects = counters, refusals, effects
+        self._effects = effects = sweeper.effects
+        self._counters, self._refusals = effects.counters, effects.refusals
         self.set_limits(limits)
 
     def set_limits(self, limits: Limits) -> None:
@@ -76,13 +68,9 @@ class Reservations:
 
     # Reserve.
 
-    def reserve(
-        self, session: Session, request: m.Reserve, account_in: Callable[[Group], Account], now: float
-    ) -> m.Reserved:
-        """Grant the blocks of the request's runs that may be granted. Raises BadArgument; then nothing has changed.
-
-        `account_in` returns the engine's account in a group.
-        """
+    def reserve(self, session: Session, request: m.Reserve) -> m.Reserved:
+        """Grant the blocks of the request's runs that may be granted. Raises BadArgument; then nothing has changed."""
+        self._eviction.begin_reservation()
         namespace, group = session.group(request.namespace, request.group)
         runs = request.runs
         count = sum([len(run.hashes) for run in runs])
@@ -101,18 +89,18 @@ class Reservations:
         writers = self._writers(session, namespace)
         if writers is None:
             raise BadArgument(
-                f"not all {namespace.spec.shards} shards are attached by sessions of {session.engine.name!r}: attach "
+                f"not all {namespace.shards} shards are attached by sessions of {session.engine.name!r}: attach "
                 "them first"
             )
         self.last += 1
-        reservation = Reservation(self.last, namespace.number, session.id, writers, now)
-        reservation.writers_number = self.writers[writers]
+        number, now = self.writers[writers], self._sweeper.now
+        reservation = Reservation(self.last, namespace.number, session.id, writers, number, now)
         answers = bytearray()
-        accounts = {run.group: account_in(namespace.groups[run.group or group.number]) for run in runs}
-        self._eviction.limit_evictions()
+        # A session that has attached the namespace keeps its engine's accounts there.
+        accounts = [session.engine.accounts[namespace.number, run.group or group.number] for run in runs]
         try:
-            for run in runs:
-                self._grant_run(reservation, accounts[run.group], run, answers, now)
+            for run, account in zip(runs, accounts, strict=True):
+                self._grant_run(reservation, account, run, answers)
         except Exception:  # an internal error: nothing else could give back the slots granted so far
             self.abandon(reservation)
             raise
@@ -121,16 +109,13 @@ class Reservations:
         granted = reservation.grants
         self._counters["blocks_reserved"] += len(granted)
         if len(granted) < len(answers):
-            self._note_refused(runs, accounts, answers, reservation.declined)
-        if not granted:
-            return m.Reserved(request.id, 0, bytes(answers), b"")
+            named = [(account, name) for run, account in zip(runs, accounts, strict=True) for name in run.hashes]
+            self._note_refused(named, answers, reservation.declined)
         slots = b"".join([grant.block.ref for grant in granted])
-        return m.Reserved(request.id, reservation.id, bytes(answers), slots)
+        return m.Reserved(request.id, reservation.id if granted else 0, bytes(answers), slots)
 
-    def _note_refused(
-        self, runs: Sequence[m.Run], accounts: Mapping[int, Account], answers: bytearray, declined: int
-    ) -> None:
-        """Count the refused blocks, and report each with the cause."""
+    def _note_refused(self, named: list[tuple[Account, bytes]], answers: bytearray, declined: int) -> None:
+        """Count the refused ones of the `named` blocks, and report each with the cause."""
         for refusal, count in Counter(answers).items():
             if refusal == Refusal.NO_SPACE and declined:
                 self._refusals["not_worth_it"] += declined
@@ -139,25 +124,25 @@ class Reservations:
                 self._refusals[Refusal(refusal).name.lower()] += count
         if max(answers) <= Refusal.IN_FLIGHT:
             return
-        no_space, done = "not_worth_it" if declined else "no_space", 0
+        no_space = "not_worth_it" if declined else "no_space"
         causes = {Refusal.NO_PARENT: "no_parent", Refusal.NO_SPACE: "grace" if self._eviction.frozen else no_space}
-        for run in runs:
-            account = accounts[run.group]
-            size, share = account.group.allocated_bytes, account.share
-            causes[Refusal.QUOTA] = "refused_namespace_ceiling"
-            if share.ceiling and share.bytes + size > share.ceiling:
-                causes[Refusal.QUOTA] = "refused_own_ceiling"
-            if self._engines[share.engine].writing + size > self._quota:
-                causes[Refusal.QUOTA] = "refused_write_quota"
-            for name in run.hashes:
-                if answers[done] > Refusal.IN_FLIGHT:
-                    self._effects.refused(name + account.group.tag, causes[Refusal(answers[done])])
-                done += 1
+        for (account, name), answer in zip(named, answers, strict=True):
+            if answer > Refusal.IN_FLIGHT:
+                cause = causes.get(Refusal(answer)) or self._exceeded(account)
+                self._effects.refused(name + account.group.tag, cause)
+
+    def _exceeded(self, account: Account) -> str:
+        """Return the quota that one more block of `account` would exceed."""
+        size, share = account.group.allocated_bytes, account.share
+        if self._engines[share.engine].writing + size > self._quota:
+            return "refused_write_quota"
+        own = share.ceiling and share.bytes + size > share.ceiling
+        return "refused_own_ceiling" if own else "refused_namespace_ceiling"
 
     @staticmethod
     def _writers(session: Session, namespace: Namespace) -> tuple[int, ...] | None:
         """Return the writing session of each shard of the blocks that `session` reserves; None if a shard has none."""
-        shards = namespace.spec.shards
+        shards = namespace.shards
         if len(session.attached[namespace.number][1]) == shards:
             return (session.id,) * shards
         return session.engine.writers[namespace.number]
@@ -174,9 +159,7 @@ class Reservations:
         """Forget the tuples of writers with `session`, which has ended: no new reservation has them."""
         self.writers = {writers: number for writers, number in self.writers.items() if session not in writers}
 
-    def _grant_run(
-        self, reservation: Reservation, account: Account, run: m.Run, answers: bytearray, now: float
-    ) -> None:
+    def _grant_run(self, reservation: Reservation, account: Account, run: m.Run, answers: bytearray) -> None:
         """Grant the blocks of a run in order, until one is refused."""
         group = account.group
         above, tail = group.above, group.spec.kind == TAIL
@@ -189,7 +172,7 @@ class Reservations:
             if parent is None:
                 answers.extend(bytes([Refusal.NO_PARENT]) * (len(run.hashes) - at))
                 break
-            answer, block = self._grant(reservation, account, parent, block_hash, now)
+            answer, block = self._grant(reservation, account, parent, block_hash)
             answers.append(answer)
             if block is None and group.leaf_is_useless and parent.child is None:
                 parent.tick = GOES_FIRST  # the engine stops here, and saves no tail
@@ -202,12 +185,7 @@ class Reservations:
         return pending.block if pending is not None else group.visible.get(block_hash)
 
     def _grant(
-        self,
-        reservation: Reservation,
-        account: Account,
-        parent: Block,
-        block_hash: bytes,
-        now: float,
+        self, reservation: Reservation, account: Account, parent: Block, block_hash: bytes
     ) -> tuple[Refusal, Block | None]:
         """Return the answer for one hash below `parent`, and its block, if any, which is the parent of the next."""
         group = account.group
@@ -216,11 +194,12 @@ class Reservations:
             self._pool.touch(block)
             return _PRESENT, block
         if block is not None:
-            self._untrust(group, block)
+            # It is below one that is hidden already. The invalidation in progress frees its pages later.
+            self.hide(block, "corrupt")
         rival = group.pending.get(block_hash)
         if rival is not None and (
             rival.ready
-            or now - rival.reservation.created < self.limits.supersede_after
+            or reservation.created - rival.reservation.created < self.limits.supersede_after
             or rival.block.parent is not parent  # not possible in a chain of hashes, or this one is being doomed
         ):
             return Refusal.IN_FLIGHT, rival.block
@@ -263,10 +242,10 @@ class Reservations:
         self._pool.busy += group.pages
         return _GRANTED, block
 
-    def _untrust(self, group: Group, block: Block) -> None:
-        """Hide a block below one that is hidden already. The invalidation in progress frees its pages later."""
-        del group.visible[block.hash]
-        self._effects.gone(block, "corrupt")
+    def hide(self, block: Block, cause: str) -> None:
+        """Let neither lookups nor the next daemon find a block, for `cause`. It keeps its pages."""
+        del block.account.group.visible[block.hash]
+        self._effects.gone(block, cause)
         self._rows.set_state(self._pool.row(block), FORGOTTEN)
 
     def _supersede(self, rival: Grant, block: Block) -> None:
@@ -336,34 +315,27 @@ class Reservations:
                 grant.tainted_until = max(grant.tainted_until, tainted_until)
                 self._fail(grant, reservation.all_shards, "not_started")
 
-    def abandon_undelivered(self, session: Session, heard: int, now: float) -> None:
+    def abandon_undelivered(self, session: Session, heard: int) -> None:
         """Abandon the reservations of a resumed session with numbers above `heard`: it never received the replies."""
         left = [each for each in session.engine.reservations.values() if each.owner == session.id and each.id > heard]
         self._counters["reservations_unheard"] += len(left)
-        until = now + self.limits.quarantine
-        self._sweeper.add(partial(self._go_on, left, lambda each: self.abandon(each, until)))
+        until = self._sweeper.now + self.limits.quarantine
+        self._sweeper.add(_one_by_one(left, lambda each: self.abandon(each, until)))
 
-    def writer_ended(self, engine: Engine, session: int, now: float) -> Step:
+    def writer_ended(self, engine: Engine, session: int) -> Step:
         """Return the step that settles as dead the shards that `session`, which has ended, may be writing; their slots
         are quarantined."""
-        left = [each for each in engine.reservations.values() if session in each.writers]
-        until = now + self.limits.quarantine
-        return partial(self._go_on, left, lambda each: self._fail_dead(each, session, until))
+        until = self._sweeper.now + self.limits.quarantine
 
-    @staticmethod
-    def _go_on(left: list[Reservation], end: Callable[[Reservation], None]) -> bool:
-        """End one of the remaining reservations, the oldest first."""
-        if left:
-            end(left.pop(0))
-        return bool(left)
+        def fail(reservation: Reservation) -> None:
+            written = sum(1 << shard for shard, writer in enumerate(reservation.writers) if writer == session)
+            for grant in list(reservation.grants):
+                if dead := written & ~grant.settled:
+                    grant.tainted_until = until
+                    self._counters["shards_dead"] += dead.bit_count()
+                    self._fail(grant, dead, "writer_died")
 
-    def _fail_dead(self, reservation: Reservation, session: int, until: float) -> None:
-        written = sum(1 << shard for shard, writer in enumerate(reservation.writers) if writer == session)
-        for grant in list(reservation.grants):
-            if dead := written & ~grant.settled:
-                grant.tainted_until = until
-                self._counters["shards_dead"] += dead.bit_count()
-                self._fail(grant, dead, "writer_died")
+        return _one_by_one([each for each in engine.reservations.values() if session in each.writers], fail)
 
     def free_quarantined(self) -> bool:
         """Free some of the slots whose quarantine is over; return whether more are left."""
@@ -495,3 +467,14 @@ class Reservations:
         else:
             self._pool.busy -= group.pages
             self._pool.give_back(self._pool.vacate(block))
+
+
+def _one_by_one(reservations: list[Reservation], end: Callable[[Reservation], None]) -> Step:
+    """Return the step that ends the reservations, the oldest first."""
+
+    def step() -> bool:
+        if reservations:
+            end(reservations.pop(0))
+        return bool(reservations)
+
+    return step

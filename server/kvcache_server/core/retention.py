@@ -13,22 +13,24 @@ from __future__ import annotations
 import math
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kvcache_proto import messages as m
 from kvcache_proto.errors import BadArgument, ClientError, NotPermitted
 from kvcache_proto.types import FULL, check_hashes
 from kvcache_server import status
-from kvcache_server.core.boundary import boundary
-from kvcache_server.core.effects import Effects, Hinted
+from kvcache_server.core.effects import Hinted
 from kvcache_server.core.eviction.policy import DROPPED, Eviction
 from kvcache_server.core.index import GOES_FIRST, Block, Group
 from kvcache_server.core.invalidation import Invalidation
 from kvcache_server.core.journal import PinEnded, PinMade
 from kvcache_server.core.limits import LOOK, STEP, Limits
-from kvcache_server.core.pins import Lease, Pins, new_lease
+from kvcache_server.core.lookups import boundary
+from kvcache_server.core.pins import Lease, Pins
 from kvcache_server.core.pool import Pool
-from kvcache_server.core.sessions import Namespace, Session
+from kvcache_server.core.registry import Registry
+from kvcache_server.core.sessions import Session
 from kvcache_server.core.sweeper import Sweeper
 
 _MOST_WANTED = 8 * LOOK  # blocks of a retention that will be stored soon
@@ -53,6 +55,7 @@ class _Cached(NamedTuple):
     cover: int = 0
 
 
+@dataclass(eq=False, slots=True)
 class Owner:
     """An engine that retains blocks, or has retained them until it ended; without a name, the operator.
 
@@ -60,15 +63,13 @@ class Owner:
     oldest first.
     """
 
-    __slots__ = ("engine", "names", "pins", "retentions")
-
-    def __init__(self, engine: str) -> None:
-        self.engine = engine
-        self.pins = Pins()
-        self.retentions: dict[bytes, Retention] = {}
-        self.names = 0
+    engine: str
+    pins: Pins = field(default_factory=Pins)
+    retentions: dict[bytes, Retention] = field(default_factory=dict)
+    names: int = 0  # in all retentions together
 
 
+@dataclass(eq=False, slots=True)
 class Retention:
     """A chain that its owner wants to keep.
 
@@ -76,15 +77,21 @@ class Retention:
     it ends. `number` counts up, and identifies a pin.
     """
 
-    __slots__ = ("group", "held", "key", "label", "lease", "names", "number", "owner", "request", "until", "wanted")
+    number: int
+    owner: Owner
+    group: Group
+    names: list[bytes]
+    label: str = ""
+    until: float = FOR_EVER
+    request: str = ""
+    key: bytes = b""
+    wanted: int = 0
+    held: int = 0
+    lease: Lease | None = None
 
-    def __init__(self, number: int, owner: Owner, group: Group, names: list[bytes], label: str = "") -> None:
-        self.number, self.owner, self.group, self.names, self.label = number, owner, group, names, label
-        self.key = names[-1] + group.tag
-        self.wanted, self.held = len(names), 0
-        self.until = FOR_EVER
-        self.request = ""
-        self.lease: Lease | None = None
+    def __post_init__(self) -> None:
+        self.key = self.names[-1] + self.group.tag
+        self.wanted = len(self.names)
 
     @property
     def ended(self) -> bool:
@@ -93,14 +100,15 @@ class Retention:
     @property
     def sound(self) -> bool:
         """Whether lookups find the blocks that it holds."""
-        return self.lease is None or all(each.account.group.trusts(each) for each in self.lease.blocks)
+        return self.lease is None or all(each.is_found for each in self.lease.blocks)
 
 
 class Retentions:
     """All retentions, and the engines' reports of blocks that are not needed again.
 
-    Attributes: `refused` counts blocks that were not retained, by reason; `ended` counts retentions by cause. Blocks
-    hidden by the first `examined` changes of invalidation have been released.
+    Attributes: `refused` counts blocks that were not retained, by reason; `ended` counts retentions by cause; `waiting`
+    are those that want more than they hold, by number. Blocks hidden by the first `examined` changes of invalidation
+    have been released.
     """
 
     def __init__(
@@ -108,10 +116,9 @@ class Retentions:
         pool: Pool,
         eviction: Eviction,
         invalidation: Invalidation,
-        namespaces: Mapping[int, Namespace],
-        limits: Limits,
-        effects: Effects,
+        registry: Registry,
         sweeper: Sweeper,
+        limits: Limits,
     ) -> None:
         self.refused: Counter[str] = Counter()
         self.ended: Counter[str] = Counter()
@@ -119,17 +126,14 @@ class Retentions:
         self.examined = 0
         self.operator = Owner("")
         self.engines: dict[str, Owner] = {}
-        self.waiting: dict[int, Retention] = {}  # those that want more than they hold, by number
-        self._pool, self._eviction, self._namespaces, self._effects = pool, eviction, namespaces, effects
-        self._invalidation, self._sweeper = invalidation, sweeper
+        self.waiting: dict[int, Retention] = {}
+        self._pool, self._eviction, self._invalidation = pool, eviction, invalidation
+        self._registry, self._namespaces = registry, registry.namespaces
+        self._sweeper, self._effects = sweeper, sweeper.effects
         self._left: deque[Retention] = deque()  # to be looked at
-        self._last = self._names = self._count = 0
+        self._last = 0
         self._next_end = FOR_EVER
-        self.set_limits(limits)
-
-    def set_limits(self, limits: Limits) -> None:
-        """Apply quotas; `tick` ends retentions that exceed them."""
-        self._limits = limits
+        self.limits = limits  # `tick` ends retentions that exceed a lowered quota
 
     # State.
 
@@ -138,11 +142,11 @@ class Retentions:
         yield from self.engines.values()
 
     def all(self) -> list[Retention]:
-        """Return all retentions. O(retentions)."""
         return [each for owner in self.owners() for each in owner.retentions.values()]
 
-    def _of_engines(self) -> Iterator[Retention]:
-        return (each for owner in self.engines.values() for each in owner.retentions.values())
+    def of_request(self, engine: str, request: str) -> list[Retention]:
+        owner = self.engines.get(engine)
+        return [each for each in owner.retentions.values() if each.request == request] if owner is not None else []
 
     @property
     def doubted(self) -> bool:
@@ -157,7 +161,7 @@ class Retentions:
     @property
     def quota(self) -> int:
         """Bytes that one engine may hold."""
-        return int(self._limits.retain_quota * self._pool.capacity)
+        return int(self.limits.retain_quota * self._pool.capacity)
 
     @property
     def quota_together(self) -> int:
@@ -166,7 +170,7 @@ class Retentions:
 
     @property
     def operator_quota(self) -> int:
-        return int(self._limits.operator_quota * self._pool.capacity)
+        return int(self.limits.operator_quota * self._pool.capacity)
 
     def _room(self, owner: Owner) -> int:
         """Return the quota of `owner`, or the rest of the quota of all engines together if that is less."""
@@ -177,7 +181,7 @@ class Retentions:
 
     # Requests of engines.
 
-    def retain(self, session: Session, request: m.Retain, now: float) -> m.Retained:
+    def retain(self, session: Session, request: m.Retain) -> m.Retained:
         """Retain a chain, or extend the time of its retention. Raises BadArgument, UnknownHandle.
 
         The blocks that fit are held now or, if counting them takes long, soon.
@@ -191,7 +195,7 @@ class Retentions:
         owner = self.engines.get(session.engine.name)
         if owner is None:
             owner = self.engines[session.engine.name] = Owner(session.engine.name)
-        until = now + request.seconds
+        until = self._sweeper.now + request.seconds
         found = owner.retentions.get(request.hashes[-1] + group.tag)
         if found is not None:
             if not found.sound:
@@ -201,8 +205,7 @@ class Retentions:
             if found.held < found.wanted:
                 self.waiting[found.number] = found
         else:
-            found = Retention(self._last + 1, owner, group, request.hashes)
-            found.until, found.request = until, request.request
+            found = Retention(self._last + 1, owner, group, request.hashes, "", until, request.request)
             if not self._admit(found):
                 self._refuse(found, "count", len(request.hashes))
                 return m.Retained(request.id, 0, "count")
@@ -237,15 +240,11 @@ class Retentions:
 
     # Requests of operators.
 
-    def pin(self, namespaces: Mapping[str, Namespace], session: Session, request: m.Pin) -> m.Pinned:
+    def pin(self, session: Session, request: m.Pin) -> m.Pinned:
         """Pin a chain. Raises NotPermitted unless an operator requests it and it fits, BadArgument, ClientError."""
         _check_operator(session)
-        namespace = namespaces.get(request.namespace)
-        if namespace is None:
-            raise ClientError(f"no namespace {request.namespace!r}; there are: {', '.join(namespaces) or 'none'}")
-        if not 0 <= request.group < len(namespace.groups):
-            raise BadArgument(f"group {request.group}: this namespace has {len(namespace.groups)}")
-        group = namespace.groups[request.group]
+        namespace = self._registry.find(request.namespace)
+        group = namespace.group(request.group)
         check_hashes(request.hashes, group.hash_bytes)
         if not request.hashes:
             raise BadArgument("a pin without a block")
@@ -289,10 +288,9 @@ class Retentions:
 
     def clear(self, namespace: int) -> None:
         """End the retentions of engines in that namespace, soon."""
-        for each in self._of_engines():
-            if each.group.namespace == namespace:
-                each.until = 0.0
-                self._next_end = 0.0
+        for each in self.all():
+            if each.owner is not self.operator and each.group.namespace == namespace:
+                each.until = self._next_end = 0.0
 
     def tick(self, now: float) -> None:
         """End retentions whose time is over; hold blocks stored since; end retentions that exceed a lowered quota."""
@@ -303,8 +301,7 @@ class Retentions:
         if self.waiting and not self._left:
             self._left.extend(self.waiting.values())
             self._sweeper.add(self._hold_some)
-        if self._beyond_quota() is not None:
-            self._sweeper.add(self._keep_quota)
+        self._sweeper.add(self._keep_quota)
         for owner in list(self.engines.values()):
             if not owner.retentions and owner.pins.settled:
                 del self.engines[owner.engine]
@@ -343,18 +340,15 @@ class Retentions:
         return bool(self._left)
 
     def _keep_quota(self) -> bool:
-        owner = self._beyond_quota()
-        if owner is not None and not self._tighten():
-            self._end(next(iter(owner.retentions.values())), "quota")
-        return owner is not None
-
-    def _beyond_quota(self) -> Owner | None:
-        """Return an engine that holds too much, by the present counts, since a quota was lowered; None if none does."""
-        retaining = (owner for owner in self.engines.values() if owner.retentions)
+        """End retentions of the engine that holds most while, by the present counts, too much is held: a quota was
+        lowered."""
+        retaining = [owner for owner in self.engines.values() if owner.retentions]
         most = max(retaining, key=lambda owner: owner.pins.bytes, default=None)
-        if most is not None and (most.pins.bytes > self.quota or self.retained_bytes > self.quota_together):
-            return most
-        return None
+        if most is None or (most.pins.bytes <= self.quota and self.retained_bytes <= self.quota_together):
+            return False
+        if not self._tighten():
+            self._end(next(iter(most.retentions.values())), "quota")
+        return True
 
     def _tighten(self) -> bool:
         """Take some steps towards exact counts of the held bytes; return False if all are exact."""
@@ -367,7 +361,7 @@ class Retentions:
         return next((owner.pins for owner in self.owners() if not owner.pins.exact), None)
 
     def figures(self, now: float) -> status.Hints:
-        """Return the figures of retentions by engines and pins by operators. O(retentions): a few milliseconds."""
+        """O(retentions): a few milliseconds."""
         owners = [(owner, len(owner.retentions)) for owner in self.engines.values()]
         owners.sort(key=lambda pair: -pair[0].pins.bytes)
         return status.Hints(
@@ -408,18 +402,13 @@ class Retentions:
 
     def _admit(self, retention: Retention) -> bool:
         """Enter a retention; return False if there are too many."""
-        owner = retention.owner
-        if (
-            len(owner.retentions) >= MOST_OF_ONE
-            or self._count >= MOST
-            or owner.names + len(retention.names) > NAMES_OF_ONE
-            or self._names + len(retention.names) > NAMES
-        ):
+        owner, names, owners = retention.owner, len(retention.names), list(self.owners())
+        if len(owner.retentions) >= MOST_OF_ONE or owner.names + names > NAMES_OF_ONE:
+            return False
+        if sum(len(each.retentions) for each in owners) >= MOST or sum(each.names for each in owners) + names > NAMES:
             return False
         self._last = max(self._last, retention.number)
-        self._count += 1
-        self._names += len(retention.names)
-        owner.names += len(retention.names)
+        owner.names += names
         owner.retentions[retention.key] = self.waiting[retention.number] = retention
         self._next_end = min(self._next_end, retention.until)
         return True
@@ -471,17 +460,15 @@ class Retentions:
 
     def _take(self, retention: Retention, cached: _Cached) -> None:
         block = cached.chain[-1] if cached.chain else None
-        lease = new_lease(block, cached.size, cached.cover, cached.tails)
-        retention.owner.pins.add(lease)  # comes first, so that the covers of the former lease stay
+        # Comes first, so that the covers of the former lease stay.
+        lease = retention.owner.pins.hold(block, cached.size, cached.cover, cached.tails)
         self._let_go(retention)
         retention.lease, retention.held = lease, cached.blocks
         retention.names[: len(cached.chain)] = [each.hash for each in cached.chain]  # the index's bytes, not copies
 
     def _let_go(self, retention: Retention) -> None:
-        lease = retention.lease
-        if lease is not None:
-            retention.owner.pins.drop(lease)
-            lease.unpin()
+        if retention.lease is not None:
+            retention.owner.pins.release(retention.lease)
         retention.lease, retention.held = None, 0
 
     def _end(self, retention: Retention, cause: str) -> None:
@@ -491,15 +478,12 @@ class Retentions:
         del owner.retentions[retention.key]
         self.waiting.pop(retention.number, None)
         self._let_go(retention)
-        self._count -= 1
-        self._names -= len(retention.names)
         owner.names -= len(retention.names)
         self.ended[cause] += 1
         if owner is self.operator:
             self._effects.records.append(PinEnded(retention.number))
 
     def _refuse(self, retention: Retention, why: str, blocks: int) -> None:
-        """Count blocks that are not kept, and report it with the reason `why`."""
         self.refused[why] += blocks
         if retention.request:
             engine = retention.owner.engine

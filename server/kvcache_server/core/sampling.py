@@ -54,8 +54,6 @@ class Lots:
     often fall into a few cells of a table.
     """
 
-    __slots__ = ("_draw", "_keys")
-
     def __init__(self, draw: Draw) -> None:
         self._draw = draw
         keys = [draw(b"a key of lots" + bytes([at])) for at in range(2 * _WORDS)]

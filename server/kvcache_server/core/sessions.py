@@ -2,29 +2,29 @@
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Collection, Sequence
-from itertools import islice
+from dataclasses import dataclass, field
 
 import msgspec
 
 from kvcache_proto.errors import BadArgument, NotPermitted, UnknownHandle
 from kvcache_proto.types import FULL, TAIL, NamespaceSpec
 from kvcache_server.core.index import Account, Block, Group, Reservation, Share
-from kvcache_server.core.pins import Lease, Pins, new_lease
+from kvcache_server.core.pins import Lease, Pins
 
 REMEMBERED = 1024  # requests per engine whose lookups were counted
 NOBODY = -1  # the user of sessions without a process, and of those that an older daemon stored without a user
 
 
 class Namespace:
-    __slots__ = ("groups", "hit_blocks", "id", "lookups", "number", "requested_blocks", "spec", "user")
+    __slots__ = ("groups", "hit_blocks", "id", "lookups", "number", "requested_blocks", "shards", "spec", "user")
 
     def __init__(self, number: int, spec: NamespaceSpec, page_bytes: int, user: int = NOBODY) -> None:
         self.number = number
         self.user = user  # the creator; unknown for those of an earlier daemon
         self.spec = spec
-        self.id = spec.id
+        self.id, self.shards = spec.id, spec.shards
         self.groups: list[Group] = []
         for at, each in enumerate(spec.groups):
             above = self.groups[0] if at and each.kind == TAIL and spec.groups[0].kind == FULL else None
@@ -38,6 +38,12 @@ class Namespace:
     def overhead(self) -> float:
         """The fraction of their pages that blocks of the group with the worst fit leave unused."""
         return max(1 - group.spec.block_bytes / group.allocated_bytes for group in self.groups)
+
+    def group(self, number: int) -> Group:
+        """Return one of its groups. Raises BadArgument."""
+        if not 0 <= number < len(self.groups):
+            raise BadArgument(f"group {number}: this namespace has {len(self.groups)}")
+        return self.groups[number]
 
     def forget(self) -> None:
         """Drop references that form cycles. The namespace is not used again."""
@@ -54,27 +60,24 @@ class Asked(msgspec.Struct, gc=False):
     hits: int = 0
 
 
+@dataclass(eq=False, slots=True)
 class Engine:
     """The sessions with one engine id, and their common state."""
 
-    __slots__ = (
-        *("accounts", "disconnected", "name", "number", "pins", "reservations", "sessions", "shares", "writers"),
-        *("_asked", "brings", "writing"),
-    )
-
-    def __init__(self, number: int, name: str) -> None:
-        self.number = number
-        self.name = name
-        self.disconnected: set[int] = set()  # its sessions whose door has closed
-        self.sessions: dict[int, Session] = {}
-        self.reservations: dict[int, Reservation] = {}
-        self.accounts: dict[tuple[int, int], Account] = {}  # by namespace and group
-        self.shares: dict[int, Share] = {}  # by namespace
-        self.writers: dict[int, tuple[int, ...] | None] = {}  # by namespace; None if a shard has no writer
-        self.pins = Pins()
-        self._asked: OrderedDict[tuple[str, bytes], Asked] = OrderedDict()  # by request and group's tag, the last ones
-        self.brings = False  # whether it brings blocks that lookups asked for: stored regardless of their worth
-        self.writing = 0  # bytes of blocks that are unsettled in its reservations
+    number: int
+    name: str
+    disconnected: set[int] = field(default_factory=set)  # its sessions whose door has closed
+    sessions: dict[int, Session] = field(default_factory=dict)
+    reservations: dict[int, Reservation] = field(default_factory=dict)
+    accounts: dict[tuple[int, int], Account] = field(default_factory=dict)  # by namespace and group
+    shares: dict[int, Share] = field(default_factory=dict)  # by namespace
+    # By namespace; None if a shard has no writer.
+    writers: dict[int, tuple[int, ...] | None] = field(default_factory=dict)
+    pins: Pins = field(default_factory=Pins)
+    brings: bool = False  # whether it brings blocks that lookups asked for: stored regardless of their worth
+    writing: int = 0  # bytes of blocks that are unsettled in its reservations
+    # By request and group's tag, the last ones.
+    _asked: OrderedDict[tuple[str, bytes], Asked] = field(default_factory=OrderedDict)
 
     def asked(self, request: str, group: Group) -> Asked:
         """Return the earlier lookups of `request` in `group`, as far as remembered; the caller keeps the record up to
@@ -100,13 +103,13 @@ class Engine:
         does, each shard must have one writer: ranks of two engines with the same id would get each other's
         reservations.
         """
-        whole, writers = len(shards) == namespace.spec.shards, dict.fromkeys(shards, joining)
+        whole, writers = len(shards) == namespace.shards, dict.fromkeys(shards, joining)
         rivals: tuple[int, Session, Session] | None = None
         for session in self.sessions.values():
             attached = session.attached.get(namespace.number)
             if attached is None or session is joining:
                 continue
-            whole = whole and len(attached[1]) == namespace.spec.shards
+            whole = whole and len(attached[1]) == namespace.shards
             for shard in attached[1]:
                 if writers.setdefault(shard, session) is not session:
                     rivals = rivals or (shard, writers[shard], session)
@@ -125,47 +128,22 @@ class Engine:
             writers.update(dict.fromkeys(session.attached[namespace.number][1], session.id))
         if namespace.number in self.shares:
             self.shares[namespace.number].live = bool(inside)
-        shards = range(namespace.spec.shards)
+        shards = range(namespace.shards)
         whole = len(writers) == len(shards)
         self.writers[namespace.number] = tuple(writers[shard] for shard in shards) if whole else None
 
 
-class Users:
-    """The number of sessions per user, connected or disconnected."""
-
-    def __init__(self) -> None:
-        self._of: dict[int, int] = {}
-        self.sessions: Counter[int] = Counter()
-
-    def add(self, session: int, user: int) -> None:
-        """Assign `session` to `user`."""
-        self.drop(session)
-        self._of[session] = user
-        self.sessions[user] += 1
-
-    def drop(self, session: int) -> None:
-        user = self._of.pop(session, None)
-        if user is not None:
-            self.sessions[user] -= 1
-            if not self.sessions[user]:
-                del self.sessions[user]
-
-
+@dataclass(eq=False, slots=True)
 class Session:
-    __slots__ = ("attached", "engine", "id", "is_operator", "label", "leases", "may_restate", "opened", "user")
-
-    def __init__(
-        self, number: int, engine: Engine, label: str, opened: float, user: int = NOBODY, is_operator: bool = False
-    ) -> None:
-        self.id = number
-        self.user = user
-        self.is_operator = is_operator
-        self.engine = engine
-        self.label = label
-        self.opened = opened
-        self.may_restate = False  # it has resumed, and has not restated its leases
-        self.attached: dict[int, tuple[Namespace, tuple[int, ...]]] = {}
-        self.leases: dict[int, Lease] = {}
+    id: int
+    engine: Engine
+    label: str
+    opened: float
+    user: int = NOBODY
+    is_operator: bool = False
+    may_restate: bool = False  # it has resumed, and has not restated its leases
+    attached: dict[int, tuple[Namespace, tuple[int, ...]]] = field(default_factory=dict)
+    leases: dict[int, Lease] = field(default_factory=dict)
 
     @property
     def connected(self) -> bool:
@@ -178,26 +156,14 @@ class Session:
 
     def pin(self, number: int, block: Block | None, size: int, cover: int = 0, tails: Sequence[Block] = ()) -> None:
         """Start a lease on `block`, and so on all above it, and on the blocks of tails; see Lease for the rest."""
-        self.leases[number] = lease = new_lease(block, size, cover, tails)
-        self.engine.pins.add(lease)
+        self.leases[number] = self.engine.pins.hold(block, size, cover, tails)
 
     def unpin(self, number: int) -> None:
-        """End a lease."""
-        lease = self.leases.pop(number)
-        self.engine.pins.drop(lease)
-        lease.unpin()
-
-    def end_leases(self, most: int) -> None:
-        """End at most `most` leases."""
-        for number in list(islice(self.leases, most)):
-            self.unpin(number)
+        self.engine.pins.release(self.leases.pop(number))
 
     def group(self, number: int, group: int) -> tuple[Namespace, Group]:
         """Return an attached namespace and one of its groups. Raises UnknownHandle, BadArgument."""
         attached = self.attached.get(number)
         if attached is None:
             raise UnknownHandle(f"namespace {number}: this session has not attached it")
-        groups = attached[0].groups
-        if not 0 <= group < len(groups):
-            raise BadArgument(f"group {group}: this namespace has {len(groups)}")
-        return attached[0], groups[group]
+        return attached[0], attached[0].group(group)

@@ -56,4 +56,3 @@ def _row_state_after(before: str, event: str) -> int:
 COMMITTED = _row_state_after("WRITING", "committed")
 DOOMED = _row_state_after("WRITING", "doomed")
 FORGOTTEN = _row_state_after("READY", "forgotten")
-SETTLED = _row_state_after("DOOMED", "settled")

@@ -24,7 +24,7 @@ class Sweeper:
     def __init__(self, effects: Effects) -> None:
         self.now = 0.0
         self.at_once = AT_ONCE  # slices that this request or tick may still do at once
-        self._effects = effects
+        self.effects = effects
         self._steps: OrderedDict[Step, Actor] = OrderedDict()  # each with the actor on whose behalf it is done
 
     def __bool__(self) -> bool:
@@ -37,17 +37,16 @@ class Sweeper:
             self.at_once -= 1
             if not step():
                 return
-        self._steps.setdefault(step, self._effects.actor)
+        self._steps.setdefault(step, self.effects.actor)
 
     def go_on(self) -> bool:
         """Do one slice; return whether more is left. A step that raises an exception is not continued."""
         if self._steps:
-            step, self._effects.actor = self._steps.popitem(last=False)
+            step, self.effects.actor = self._steps.popitem(last=False)
             if step():
-                self._steps[step] = self._effects.actor
+                self._steps[step] = self.effects.actor
         return bool(self._steps)
 
     def finish(self) -> None:
-        """Do all that is left."""
         while self.go_on():
             pass

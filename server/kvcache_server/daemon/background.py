@@ -56,7 +56,7 @@ class Background:
 
     def schedule(self) -> None:
         """Schedule a turn if there is work."""
-        if not self._scheduled and (self._running or self._cache.has_work):
+        if not self._scheduled and (self._running or self._cache.sweeper):
             self._scheduled = True
             self._loop.call_soon(self._turn)
 
@@ -64,7 +64,7 @@ class Background:
         self._scheduled = False
         until = time.monotonic() + SLICE_SECONDS
         try:
-            while self._cache.work() and time.monotonic() < until:
+            while self._cache.sweeper.go_on() and time.monotonic() < until:
                 pass
         except Exception as error:  # noqa: BLE001 - an internal error is logged; sessions are still served
             self._failed(0, error)

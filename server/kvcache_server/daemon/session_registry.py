@@ -116,12 +116,12 @@ class SessionRegistry:
         entry = self._disconnected.pop(session, None)
         if entry is None:
             return
-        if session in self._cache.away and any(map(self._files.locked, entry.files)):
+        if session in self._cache.disconnected and any(map(self._files.locked, entry.files)):
             self._disconnected[session] = entry  # at the end
             return
         for name in entry.files:
             self._files.remove(name)
-        if session in self._cache.away:
+        if session in self._cache.disconnected:
             try:
                 self._cache.end_session(session, time.monotonic())
             except Exception as error:  # noqa: BLE001 - an internal error is logged; other sessions are still served

@@ -183,9 +183,7 @@ class Batches:
             source, rest = self._sources[group.tag], deque(group.visible.values())
             while rest:
                 some = [rest.popleft() for _ in range(min(STEP, len(rest)))]
-                stored = [
-                    (source, block.hash, block.parent.hash) for block in some if block.parent and group.trusts(block)
-                ]
+                stored = [(source, block.hash, block.parent.hash) for block in some if block.parent and block.is_found]
                 for _, more in self._events.of(stored):
                     events += more
                 yield events

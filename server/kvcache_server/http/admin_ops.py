@@ -48,11 +48,9 @@ class AdminOps:
 
     @property
     def in_grace(self) -> bool:
-        """Whether sessions of the previous daemon are still reconnecting, so that nothing is evicted."""
         return self._cache.in_grace
 
     async def report(self) -> Status:
-        """Return the figures of `status`."""
         figures: Status = await self._run(self._insight.reporting(time.monotonic()))
         return figures
 
@@ -94,7 +92,12 @@ class AdminOps:
             log.info(
                 "stored %s blocks, hit %s of %s asked, evicted %s, refused %s; %s blocks in %s of %s, %d sessions",
                 *(f"{new[key]:,}" for key in ("stored", "hit", "asked", "evicted", "refused")),
-                *(f"{blocks:,}", format_size(cache.used), format_size(cache.capacity), sessions),
+                *(
+                    f"{blocks:,}",
+                    format_size(cache.used),
+                    format_size(cache.capacity),
+                    sessions,
+                ),
                 extra={"fields": {"event": "summary", **new}},
             )
 
@@ -156,7 +159,7 @@ class AdminOps:
         broken = ""
         try:
             if self._cache.sessions and integrity.takes_long(self._cache):
-                await self._run(self._auditing())
+                await self._run(integrity.audit(self._cache))
             else:
                 integrity.check_integrity(self._cache)
         except AssertionError as error:
@@ -167,11 +170,6 @@ class AdminOps:
             log.info("integrity: sound")
         self.integrity.checks += 1
         return broken
-
-    def _auditing(self) -> Steps[None]:
-        audit = integrity.Audit(self._cache)
-        while audit.go_on():
-            yield
 
     def check_soon(self) -> None:
         """Start a check, whose result goes to the log."""

@@ -12,29 +12,17 @@ LEAST = 16  # characters; a shorter one could be guessed
 MOST = 256
 
 
-class BearerToken:
-    """The token, and the check of a request for it."""
-
-    def __init__(self, path: str) -> None:
-        """Read the token at `path`, or create one there. Raises ConfigError if the file cannot be trusted."""
-        self.path = path
-        name = os.path.basename(path)
-        try:
-            with open_folder(os.path.dirname(path)) as folder:
-                token = _read(folder, name)
-                if token is None:
-                    token = _make(folder, name)
-        except OSError as error:
-            raise ConfigError(f"token {path}: {error.strerror}") from None
-        except NotPermitted as error:
-            raise ConfigError(
-                f"token {error}, and the daemon creates another one: others may have read this one"
-            ) from None
-        self._token = token.encode()
-
-    def admits(self, authorization: str) -> bool:
-        """Return whether the `Authorization` header carries the token."""
-        return bears_token(authorization, self._token)
+def read_token(path: str) -> bytes:
+    """Return the token at `path`, which is created if it is not there. Raises ConfigError if the file cannot be
+    trusted."""
+    name = os.path.basename(path)
+    try:
+        with open_folder(os.path.dirname(path)) as folder:
+            return (_read(folder, name) or _make(folder, name)).encode()
+    except OSError as error:
+        raise ConfigError(f"token {path}: {error.strerror}") from None
+    except NotPermitted as error:
+        raise ConfigError(f"token {error}, and the daemon creates another one: others may have read this one") from None
 
 
 def bears_token(authorization: str, token: bytes) -> bool:

@@ -38,7 +38,6 @@ def listen(setting: str, address: IPv4Address | IPv6Address, port: int) -> socke
 
 
 def url_of(listener: socket.socket) -> str:
-    """Return the URL of a listening socket."""
     host, port = listener.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
@@ -95,7 +94,6 @@ class Connection(asyncio.Protocol):
         self._inner.connection_lost(exc)
 
     def cut(self, reason: str) -> None:
-        """Abort the connection."""
         if self._transport is not None:
             self._limiter.cuts[reason] += 1
             self._limiter.left(self)  # make room now: connection_lost comes in a later turn of the loop

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from itertools import accumulate
 from typing import Any, get_type_hints
 
 import msgspec
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -53,9 +53,7 @@ _ENGINE_EVENTS = ("breaker_opened", "links_lost", "loads_failed", "saves_failed"
 
 def render(figures: Status) -> bytes:
     """Return the text. About 4 us per line; no state is kept."""
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Figures(figures))
-    return generate_latest(registry)
+    return generate_latest(_Figures(figures))
 
 
 class _Figures(Collector):
@@ -223,18 +221,20 @@ def _told(told: Mapping[str, int]) -> Iterator[Metric]:
     yield _counter("engine_events", "Everything else that engines count", events, "event")
 
 
-def _gauge(name: str, doc: str, value: float | Mapping[str, float], label: str = "") -> Metric:
-    return _fill(GaugeMetricFamily(f"kvcache_{name}", doc, labels=(label,) * bool(label)), value)
-
-
-def _counter(name: str, doc: str, value: float | Mapping[str, float], label: str = "") -> Metric:
-    return _fill(CounterMetricFamily(f"kvcache_{name}", doc, labels=(label,) * bool(label)), value)
-
-
-def _fill(family: GaugeMetricFamily | CounterMetricFamily, value: float | Mapping[str, float]) -> Metric:
-    for label, each in value.items() if isinstance(value, Mapping) else [(None, value)]:
-        family.add_metric(() if label is None else (label,), each)
+def _family(
+    make: type[GaugeMetricFamily | CounterMetricFamily],
+    name: str,
+    doc: str,
+    value: float | Mapping[str, float],
+    label: str = "",
+) -> Metric:
+    family = make(f"kvcache_{name}", doc, labels=(label,) if label else ())
+    for key, each in value.items() if isinstance(value, Mapping) else [(None, value)]:
+        family.add_metric(() if key is None else (key,), each)
     return family
+
+
+_gauge, _counter = partial(_family, GaugeMetricFamily), partial(_family, CounterMetricFamily)
 
 
 def _histogram(name: str, doc: str, histogram: Histogram) -> Metric:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import logging
 from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -12,7 +13,6 @@ from aiohttp.typedefs import Handler
 
 from kvcache_proto.errors import BadArgument, ClientError, KVCacheError, Unavailable
 from kvcache_server.http import schema
-from kvcache_server.http.host_header import is_ours
 
 if TYPE_CHECKING:
     from aiohttp.typedefs import Middleware  # not in every version that we support
@@ -23,8 +23,8 @@ _HEADERS = {"Server": "kvcache-server", "Cache-Control": "no-store", "X-Content-
 _Body = TypeVar("_Body")
 
 
-def json_response(answer: object) -> web.Response:
-    return web.Response(body=msgspec.json.encode(answer), content_type=JSON)
+def json_response(answer: object, status: int = 200) -> web.Response:
+    return web.Response(body=msgspec.json.encode(answer), status=status, content_type=JSON)
 
 
 def decode(body: bytes, kind: type[_Body]) -> _Body:
@@ -32,14 +32,11 @@ def decode(body: bytes, kind: type[_Body]) -> _Body:
     try:
         sent = msgspec.json.decode(body)
         if isinstance(sent, dict):  # in JSON Schema, 4.0 is an integer
-            sent = {key: int(each) if _is_whole(each) else each for key, each in sent.items()}
+            whole = {key: int(each) for key, each in sent.items() if isinstance(each, float) and each.is_integer()}
+            sent |= whole
         return msgspec.convert(sent, kind)
     except (msgspec.MsgspecError, RecursionError) as error:  # RecursionError: brackets nested without end
         raise BadArgument(f"the body: {error}") from None
-
-
-def _is_whole(value: object) -> bool:
-    return isinstance(value, float) and value.is_integer()
 
 
 def finish_replies(
@@ -92,6 +89,22 @@ def finish_replies(
     return middleware
 
 
+def is_ours(host: str, names: Collection[str]) -> bool:
+    """Return whether `host` is an address or one of `names`, which are in lower case.
+
+    Against DNS rebinding: another site can make its own host name resolve to this host and let its page read our
+    answers, but it cannot do that with an address.
+    """
+    name = host.partition("]")[0].lstrip("[") if host.startswith("[") else host.partition(":")[0]
+    if name.lower() in names:
+        return True
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
 def make_runner(app: web.Application, logger: logging.Logger) -> web.AppRunner:
     """Return a runner of `app` for connections of one request each; aiohttp logs to `logger`."""
     return web.AppRunner(
@@ -105,6 +118,4 @@ def make_runner(app: web.Application, logger: logging.Logger) -> web.AppRunner:
 
 
 def _error(status: int, code: str, message: Any) -> web.Response:
-    response = json_response(schema.Error(code, str(message)))
-    response.set_status(status)
-    return response
+    return json_response(schema.Error(code, str(message)), status)

@@ -161,7 +161,6 @@ ROUTES = (
 
 
 def openapi(version: str) -> dict[str, Any]:
-    """Return the OpenAPI description for a daemon of `version`."""
     bodies = [each for route in ROUTES for each in (route.answer, route.body) if each and each is not str]
     structs = list(dict.fromkeys([*bodies, Error]))
     refs, schemas = msgspec.json.schema_components(structs, ref_template="#/components/schemas/{name}")

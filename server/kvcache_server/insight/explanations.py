@@ -26,8 +26,7 @@ from kvcache_server.core.eviction.policy import EVICTED_FOR
 from kvcache_server.core.index import TAG_BYTES, Group, tag, tagged
 from kvcache_server.core.limits import LOOK, STEP, Limits
 from kvcache_server.core.sessions import Session
-from kvcache_server.explanation import Answer, Difference, Explanation, Note, Remembered, Retained, Run
-from kvcache_server.insight.differences import differences
+from kvcache_server.explanation import Answer, Difference, Explanation, Note, Remembered, Retained, Run, differences
 from kvcache_server.insight.miss_log import EngineNote, Lookup, MissLog
 from kvcache_server.slices import Steps
 
@@ -69,11 +68,9 @@ class Explanations:
             self._misses.notes.append(EngineNote(at, session.engine.name, note.request, note.cause, len(note.hashes)))
 
     def answer(self, request: Why, now: float) -> Steps[Explained]:
-        return Explained(request.id, packed((yield from self._explain(request.request, now))))
-
-    def _explain(self, text: str, now: float) -> Steps[Answer]:
-        """Return the known facts about the misses of the request whose name is or contains `text`. O(its hashes)."""
-        misses = self._misses
+        """Answer with the known facts about the misses of the request whose name is or contains the given text.
+        O(its hashes)."""
+        misses, text = self._misses, request.request
         lookups, notes = list(misses.lookups), list(misses.notes)  # copies: both may grow between slices
         heard: list[Lookup | EngineNote] = [*lookups, *notes]
         heard.sort(key=attrgetter("at"))
@@ -97,18 +94,18 @@ class Explanations:
         )
         if len(found) == 1:
             yield
-            engines: dict[str, tuple[list[Lookup], list[EngineNote]]] = {}  # the records of the request, by engine
-            for lookup in lookups:
-                if lookup.request == found[0]:
-                    engines.setdefault(lookup.engine, ([], []))[0].append(lookup)
-            for note in notes:
-                if note.request == found[0]:
-                    engines.setdefault(note.engine, ([], []))[1].append(note)
+            mine = [each for each in lookups if each.request == found[0]]
+            noted = [each for each in notes if each.request == found[0]]
+            engines = list(dict.fromkeys([*(each.engine for each in mine), *(each.engine for each in noted)]))
             answer.engines = len(engines)
-            for engine in list(engines)[-LATEST:]:
+            for engine in engines[-LATEST:]:
                 yield
-                answer.explained.append((yield from self._request(engine, found[0], *engines[engine], now)))
-        return answer
+                records = (
+                    [each for each in mine if each.engine == engine],
+                    [each for each in noted if each.engine == engine],
+                )
+                answer.explained.append((yield from self._request(engine, found[0], *records, now)))
+        return Explained(request.id, packed(answer))
 
     def _request(
         self, engine: str, name: str, lookups: list[Lookup], notes: list[EngineNote], now: float
@@ -171,7 +168,7 @@ class _Walk:
         self._cache, self._misses = cache, misses
         self._lookup, self._asked, self._at, self._generation = lookup, asked, lookup.at, lookup.generation
         self._tag = tag(asked.namespace, asked.group)
-        self._spaces, self._facts = dict(self._misses.spaces), self._misses.facts.copy()
+        self._spaces = dict(misses.spaces)
         self._runs: list[Run] = []
         self._others: list[_Other] = []
         self._places: dict[bytes, set[int]] | None = None
@@ -241,21 +238,15 @@ class _Walk:
             if spec is not None and occasion.namespace != self._asked.namespace:
                 run.namespace, run.model = spec.id, spec.model
             return run
-        for other in self._candidates(block):
-            if self._held(other.number, block):
+        for other in self._others:
+            may_have = self._places is None or other.number in self._places.get(block, ())
+            if may_have and self._held(other.number, block):
                 return self._apart(place, "elsewhere", other)
         return None
 
     @staticmethod
     def _apart(place: int, cause: str, other: _Other) -> Run:
         return Run(place, place, cause, namespace=other.spec.id, model=other.spec.model, fields=other.differences)
-
-    def _candidates(self, block: bytes) -> list[_Other]:
-        """Return the other namespaces that may have held the block."""
-        if self._places is None:
-            return self._others
-        known = self._places.get(block)
-        return [each for each in self._others if each.number in known] if known else []
 
     def _known_places(self, hashes: list[bytes]) -> Steps[dict[bytes, set[int]]]:
         """Return, by block, the namespaces with a record of it. O(removed blocks): for few hashes, searching each
@@ -336,14 +327,14 @@ class _Walk:
         mine = self._spaces.get(self._asked.namespace)
         if mine is None:
             return []
-        ours = self._facts[self._asked.namespace]
+        ours = _facts(mine).items()
         # There may be a thousand: differences are only listed for the most similar ones.
         others = []
         for count, (number, spec) in enumerate(self._spaces.items()):
             if count % STEP == 0:
                 yield
             if number != self._asked.namespace and spec.hash_bytes == mine.hash_bytes:
-                others.append((len(ours ^ self._facts[number]), -number, spec))
+                others.append((len(ours ^ _facts(spec).items()), -number, spec))
         return [
             _Other(-number, spec, differences(_facts(mine), _facts(spec)))
             for _, number, spec in nsmallest(OTHERS, others, key=lambda each: each[:2])

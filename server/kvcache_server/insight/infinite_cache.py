@@ -27,20 +27,17 @@ class InfiniteCache:
     Their lots (sampling.py) decide which ones are remembered, so that each stands for the same number of blocks.
     """
 
-    __slots__ = ("_draws", "_every", "_look", "_lots", "_mask", "_new", "missed_blocks")
-
     def __init__(self, slots: int, lots: Lots) -> None:
         """The pool has `slots` slots; `lots` draws the lots of hashes."""
         self._draws = lots
         self.missed_blocks = 0  # exact as long as every eviction is remembered, otherwise an estimate
         self._lots: dict[bytes, int] = {}  # by hash: to halve the sample, no lot is drawn again
         self._new: list[bytes] = []  # hashes whose lots are not drawn yet
-        every = 1 if slots <= LARGE_POOL else LARGE_POOL_EVERY
-        self._mask = every - 1
-        self._sample(every)
+        self._every = 1 if slots <= LARGE_POOL else LARGE_POOL_EVERY  # a power of two
 
-    def _sample(self, every: int) -> None:
-        self._every, self._look = every, max(4 * every, _LEAST_LOOK)
+    @property
+    def _look(self) -> int:
+        return max(4 * self._every, _LEAST_LOOK)
 
     def __len__(self) -> int:
         self._draw()
@@ -58,14 +55,13 @@ class InfiniteCache:
         for at in range(0, len(new), LOOK):
             piece = new[at : at + LOOK]
             lots: list[int] = self._draws.of(b"".join(piece), len(piece[0])).tolist()
-            self._lots.update((name, lot) for name, lot in zip(piece, lots, strict=True) if not lot & self._mask)
+            self._lots.update((name, lot) for name, lot in zip(piece, lots, strict=True) if lot % self._every == 0)
             self._thin()
 
     def _thin(self) -> None:
         if len(self._lots) > _ROOM:
-            self._mask = mask = 2 * self._mask + 1
-            self._sample(2 * self._every)
-            half = ((name, lot) for name, lot in self._lots.items() if not lot & mask)
+            self._every *= 2
+            half = ((name, lot) for name, lot in self._lots.items() if lot % self._every == 0)
             self._lots = dict(islice(half, _ROOM * 3 // 4))  # about half; few enough that it is not halved again soon
 
     def missed(self, hashes: Sequence[bytes]) -> None:

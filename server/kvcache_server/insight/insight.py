@@ -24,14 +24,12 @@ from kvcache_server.core.effects import (
 )
 from kvcache_server.core.eviction.policy import EVICTED_FOR, NAMESPACE_CEILING, OWN_CEILING, ROOM
 from kvcache_server.core.index import TAG_BYTES, Group, tagged
-from kvcache_server.insight.chains import Chains
+from kvcache_server.insight.chains import chain
 from kvcache_server.insight.explanations import Explanations, kept_back
 from kvcache_server.insight.infinite_cache import InfiniteCache
 from kvcache_server.insight.lookup_tap import LookupTap
 from kvcache_server.insight.miss_log import Below, EngineNote, Lookup, MissLog
-from kvcache_server.insight.residency import Residency
-from kvcache_server.insight.stats import Report
-from kvcache_server.insight.telemetry import Telemetry
+from kvcache_server.insight.stats import Report, Residency, Telemetry
 from kvcache_server.slices import Steps, begin
 from kvcache_server.status import Daemon, Status
 
@@ -57,7 +55,6 @@ class Insight:
         self._infinite: dict[bytes, InfiniteCache] = {}  # by the group's tag
         self._short: Actor | None = None  # on whose behalf blocks were last refused for lack of memory
         self._explanations = Explanations(cache, self.misses)
-        self._chains = Chains(cache, self.misses)
         self._report = Report(cache, self.residency, self._infinite, self.telemetry)
         for namespace in cache.namespaces.values():
             self.misses.remember_namespace(namespace.number, namespace.spec)
@@ -65,7 +62,6 @@ class Insight:
     # Events.
 
     def follow(self, changes: Iterable[Change]) -> None:
-        """Take up changes reported by the core."""
         for change in changes:
             match change:
                 case Gone():
@@ -166,7 +162,7 @@ class Insight:
             case m.Why():
                 return begin(self._explanations.answer(request, now))
             case m.Chain():
-                return begin(self._chains.answer(request))
+                return begin(chain(self._cache, self.misses, request))
             case m.Watch():
                 return self.tap.since(request, now)
             case m.Remark():
@@ -181,5 +177,4 @@ class Insight:
         return m.Report(request.id, packed((yield from self.reporting(now))))
 
     def reporting(self, now: float) -> Steps[Status]:
-        """Return the figures of `status`."""
         return self._report.figures(now, self._daemon)

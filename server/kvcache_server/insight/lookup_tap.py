@@ -27,7 +27,6 @@ class LookupTap:
         self._until = 0.0
 
     def note(self, now: float, engine: str, request: Acquire, block_tokens: int, hits: int) -> None:
-        """Remember a lookup."""
         where = (request.namespace, request.group, block_tokens)
         self._ring.append(Seen(int(now * 1000), engine, request.request, *where, request.tokens, hits, request.hashes))
         self.next += 1

@@ -54,7 +54,6 @@ class Lookup(msgspec.Struct, gc=False, frozen=True):
 
     @property
     def size(self) -> int:
-        """Its share of LOOKUPS."""
         return len(self.frame) + EACH * (1 + len(self.below))
 
     def repeats(self, other: Lookup) -> bool:
@@ -96,7 +95,6 @@ class MissLog:
         self.lookups: deque[Lookup] = deque()
         self.notes: deque[EngineNote] = deque(maxlen=NOTES)
         self.spaces: dict[int, NamespaceSpec] = {}
-        self.facts: dict[int, frozenset[tuple[str, str]]] = {}  # by namespace: the facts that identify it
         self.started_at = 0.0
         self.empty_reason = ""
         self._last: dict[str, Lookup] = {}  # by engine
@@ -192,7 +190,5 @@ class MissLog:
     def remember_namespace(self, number: int, spec: NamespaceSpec) -> None:
         """Remember a namespace, also after it is forgotten."""
         self.spaces[number] = spec
-        self.facts[number] = frozenset({"model": spec.model, **spec.identity}.items())
         if len(self.spaces) > SPACES:
-            oldest = min(self.spaces)
-            del self.spaces[oldest], self.facts[oldest]
+            del self.spaces[min(self.spaces)]

@@ -1,27 +1,36 @@
-"""The figures of `status`. Pure."""
+"""The figures of `status`, and what is counted for them beyond the core's state. Pure."""
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from math import inf
 
-from kvcache_proto.counts import OTHER
-from kvcache_proto.types import NamespaceSpec
+import msgspec
+
+from kvcache_proto.counts import CLIENT_COUNTS, MAX_COUNT, MAX_GAIN, MAX_NAMES, OTHER
+from kvcache_proto.errors import BadArgument
+from kvcache_proto.messages import Tell
+from kvcache_proto.types import Breaker, NamespaceSpec
 from kvcache_server import status
 from kvcache_server.core.cache import Cache
-from kvcache_server.core.index import Block, Reservation
+from kvcache_server.core.index import Block
 from kvcache_server.core.limits import LOOK, STEP
-from kvcache_server.core.sessions import Namespace
+from kvcache_server.core.sessions import Namespace, Session
 from kvcache_server.insight.infinite_cache import InfiniteCache
-from kvcache_server.insight.residency import Residency
-from kvcache_server.insight.telemetry import Telemetry
 from kvcache_server.slices import Steps
-from kvcache_server.status import Daemon, Pool, Status
+from kvcache_server.status import Daemon, Histogram, Pool, Status
 
 # A report is one frame. Beyond this many characters, namespaces are reported without identities and groups. Of a
 # namespace's engines, only those with the most bytes are named.
 MOST_IDENTITY = 1 << 20
 MOST_ENGINES = 64
+
+_BOUNDS = (1, 10, 60, 300, 900, 3600, 4 * 3600, 12 * 3600, 86400, 3 * 86400, 7 * 86400)
+_SAMPLES = 4096
+_LOW = 8  # position of the lowest byte of the generation in a block's reference
+_EVERY = 8  # one eviction in this many is measured: this costs a fiftieth of storing a block
 
 
 class Report:
@@ -37,8 +46,9 @@ class Report:
         O(namespaces, accounts, sessions, grants), in slices: each part is reported as of its turn.
         """
         # Sessions first: a report without a session also has the memory that its end has freed.
-        sessions, away = (yield from self._sessions(now)), (yield from self._away())
+        sessions, away = yield from self._sessions(now)
         cache = self._cache
+        evicted_unread, eviction = cache.eviction_figures()
         return Status(
             pool=(yield from self._pool()),
             namespaces=(yield from self._namespaces()),
@@ -47,8 +57,8 @@ class Report:
             life=cache.epoch,
             grace=cache.in_grace,
             evictions=dict(cache.evictions),
-            evicted_unread=cache.evicted_unread,
-            eviction=cache.eviction_figures(),
+            evicted_unread=evicted_unread,
+            eviction=eviction,
             refusals=dict(cache.refusals),
             hints=cache.retained(now),
             told=dict(self._telemetry.total),
@@ -67,11 +77,12 @@ class Report:
                 writing += len(pending[at : at + LOOK]) - ready
                 yield
         pinned = yield from self._pinned()
-        pool = self._cache.survey()
+        cache = self._cache
+        pool = cache.survey()
         pool.blocks = sum(len(group.visible) for group in groups)
         pool.blocks_writing, pool.blocks_hidden, pool.pinned_bytes = writing, hidden, pinned
-        pool.leases = sum(len(session.leases) for session in self._cache.holders())
-        pool.reservations = sum(len(engine.reservations) for engine in self._cache.engines.values())
+        pool.leases = sum(len(session.leases) for session in cache.holders())
+        pool.reservations = sum(len(engine.reservations) for engine in cache.engines.values())
         pool.residence = self._residency.residence
         return pool
 
@@ -130,7 +141,7 @@ class Report:
             requested_blocks=namespace.requested_blocks,
             hit_blocks=namespace.hit_blocks,
             hit_bytes=sum(group.read_blocks * group.spec.block_bytes for group in groups),
-            lost_blocks=sum(self._lost(group.tag) for group in groups),
+            lost_blocks=sum(self._infinite[group.tag].missed_blocks for group in groups if group.tag in self._infinite),
             saved_blocks=sum(group.saved_blocks for group in groups),
             saved_bytes=sum(group.saved_blocks * group.spec.block_bytes for group in groups),
             blocks=sum(len(group.visible) for group in groups),
@@ -138,8 +149,15 @@ class Report:
             engines=named,
         )
 
-    def _sessions(self, now: float) -> Steps[list[status.Session]]:
-        owned = yield from self._reservations(lambda reservation: (reservation.owner,))
+    def _sessions(self, now: float) -> Steps[tuple[list[status.Session], list[status.Away]]]:
+        """Return the sessions, and those that are away."""
+        owned, written = Counter[int](), Counter[int]()  # reservations, by session
+        reservations = [each for engine in self._cache.engines.values() for each in engine.reservations.values()]
+        for at, reservation in enumerate(reservations, 1):
+            owned[reservation.owner] += 1
+            written.update(set(reservation.writers))
+            if at % LOOK == 0:
+                yield
         found: list[status.Session] = []
         for session in list(self._cache.sessions.values()):
             client = self._telemetry.of(session.id)
@@ -158,33 +176,96 @@ class Report:
             )
             if len(found) % STEP == 0:
                 yield
-        return found
-
-    def _away(self) -> Steps[list[status.Away]]:
-        written = yield from self._reservations(lambda reservation: set(reservation.writers))
-        return [
-            status.Away(id=number, engine=engine.name, reservations=written[number])
-            for number, engine in self._cache.away.items()
+        return found, [
+            status.Away(id=number, engine=session.engine.name, reservations=written[number])
+            for number, session in self._cache.disconnected.items()
         ]
-
-    def _reservations(self, whose: Callable[[Reservation], Iterable[int]]) -> Steps[Counter[int]]:
-        """Return the number of reservations by session; `whose` returns the sessions of a reservation."""
-        found: Counter[int] = Counter()
-        looks = 0
-        for engine in list(self._cache.engines.values()):
-            for reservation in list(engine.reservations.values()):
-                found.update(whose(reservation))
-                looks += 1
-                if looks % LOOK == 0:
-                    yield
-        return found
-
-    def _lost(self, tag: bytes) -> int:
-        """Return the number of blocks of a group that lookups missed because they had been evicted."""
-        infinite = self._infinite.get(tag)
-        return infinite.missed_blocks if infinite is not None else 0
 
 
 def _length(spec: NamespaceSpec) -> int:
     """Return the approximate number of characters in a report for the identity and the groups of a namespace."""
     return sum(map(len, [*spec.identity, *spec.identity.values()])) + len(spec.groups) * (80 + 8 * spec.shards)
+
+
+# Kept for the report.
+
+
+class Residency:
+    """How long blocks were cached.
+
+    Blocks have no timestamps, because there may be millions. Generations of slots increase with time, so a few pairs of
+    (generation, time) show when a slot was granted.
+
+    Attributes: `residence` is a histogram of the time in seconds that evicted blocks were cached, of one in 8.
+    """
+
+    def __init__(self) -> None:
+        self.residence = Histogram.of(_BOUNDS)
+        self._generations: list[int] = []
+        self._times: list[float] = []
+        self._now = 0.0
+
+    def tick(self, generation: int, now: float) -> None:
+        """Record that `generation` is the last one used by `now`. Call it a few times per second.
+
+        The age of blocks from before the first call, such as those of an earlier daemon, is unknown.
+        """
+        self._now = now
+        if self._generations and generation == self._generations[-1]:
+            return
+        self._generations.append(generation)
+        self._times.append(now)
+        if len(self._times) > _SAMPLES:  # drop every second old sample: old times need not be exact
+            del self._generations[1 : _SAMPLES // 2 : 2], self._times[1 : _SAMPLES // 2 : 2]
+
+    def evicted(self, blocks: Iterable[Block]) -> None:
+        """Count the blocks that are in the sample and were stored by this daemon."""
+        first = self._generations[0] if self._generations else inf
+        for generation in [block.generation for block in blocks if not block.ref[_LOW] % _EVERY]:
+            if generation > first:
+                at = bisect_left(self._generations, generation)
+                given = self._times[at] if at < len(self._times) else self._now
+                self.residence.add(max(0.0, self._now - given))
+
+
+class Client(msgspec.Struct):
+    """The telemetry of one session's client. `breaker` is None if it has sent none."""
+
+    breaker: Breaker | None = None
+    counts: Counter[str] = msgspec.field(default_factory=Counter)
+
+
+_SILENT = Client()
+
+
+class Telemetry:
+    """What clients report: the states of their breakers, and their counters.
+
+    `total` has the counts of all clients together, including former ones.
+    """
+
+    def __init__(self) -> None:
+        self.total: Counter[str] = Counter()
+        self._clients: dict[int, Client] = {}  # by session
+
+    def of(self, session: int) -> Client:
+        return self._clients.get(session, _SILENT)
+
+    def tell(self, session: Session, request: Tell) -> None:
+        """Store the telemetry of a session's client, and add it to the total. Raises BadArgument; then nothing has
+        changed."""
+        counts = request.counts
+        if request.breaker not in list(Breaker):
+            raise BadArgument(f"breaker {request.breaker}: one of {', '.join(str(int(each)) for each in Breaker)}")
+        if len(counts) > MAX_NAMES or not all(0 <= count <= MAX_GAIN for count in counts.values()):
+            raise BadArgument(f"{len(counts)} counts: at most {MAX_NAMES}, each 0 to {MAX_GAIN}")
+        client = self._clients.setdefault(session.id, Client())
+        client.breaker = Breaker(request.breaker)
+        for name, count in counts.items():
+            known = name if name in CLIENT_COUNTS else OTHER
+            for told in (client.counts, self.total):
+                told[known] = min(told[known] + count, MAX_COUNT)
+
+    def forget(self, session: int) -> None:
+        """Drop the telemetry of a session's client; the total keeps it."""
+        self._clients.pop(session, None)

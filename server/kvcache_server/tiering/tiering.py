@@ -20,11 +20,11 @@ from kvcache_proto import messages as m
 from kvcache_proto.errors import BadArgument, NotPermitted, Unavailable
 from kvcache_proto.types import FULL, REF_BYTES, SUM_BYTES
 from kvcache_server import status
-from kvcache_server.core.boundary import last_end
 from kvcache_server.core.cache import Cache
 from kvcache_server.core.effects import Change, SessionGone, Shown
 from kvcache_server.core.index import CLASS_MASK, GONE, Account, Block, Group
 from kvcache_server.core.limits import LOOK
+from kvcache_server.core.lookups import last_end
 from kvcache_server.core.sessions import Session
 from kvcache_server.tiering.fetches import Fetch
 from kvcache_server.tiering.inquiry import Said, absent
@@ -300,7 +300,7 @@ class Tiering:
             elif isinstance(change, SessionGone) and change.session in self._tiers:
                 tier = self._tiers.pop(change.session)
                 self._turn_off(tier, "gone")
-                self._cache.do_later(tier.writes.forget_marks)
+                self._cache.sweeper.add(tier.writes.forget_marks)
                 self._listen()
 
     def _stored(self, blocks: Sequence[Block]) -> None:

@@ -81,7 +81,7 @@ class Writes:
                 self.queue.popleft()
             most -= len(taken)
             self.waiting -= len(taken)
-            there = [block for block in taken if block.visible and group.trusts(block)]
+            there = [block for block in taken if block.visible and block.is_found]
             self._counts["writes_too_late"] += len(taken) - len(there)
             batch += there
             size += len(there) * group.allocated_bytes

@@ -79,7 +79,7 @@ class SimulatedDaemon:
         """Look a prompt up, load the hits and save the rest; return the hits, and the seconds of the lookup."""
         session, handle = self._sessions[engine], self.cache.handle
         self.cache.effects.take()  # nothing follows them
-        while self.cache.work():
+        while self.cache.sweeper.go_on():
             pass
         question = m.Acquire(1, b"", self._namespace, hashes)
         begin = clock()

@@ -6,9 +6,9 @@ Every live share has one, so that its blocks stay cached for long enough to show
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
-from kvcache_server.core.index import Account, Order, Share
+from kvcache_server.core.index import Account, Block, Order, Share
 
 _FLOOR = 1 / 32  # of an even split
 
@@ -35,6 +35,13 @@ class FairShare:
     @property
     def shares(self) -> Collection[Share]:
         return {account.share: None for account in self._accounts}.keys()
+
+    def next_to_go(self, start: int, most: int) -> Iterator[tuple[int, Block]]:
+        """Iterate over about `most` leaves of each order that will be evicted soon, with the number of their account:
+        accounts from number `start` on, then those before it. Some leaves may be gone already."""
+        accounts = self._accounts
+        numbers = ((start + each) % len(accounts) for each in range(len(accounts)))
+        return ((at, leaf) for at in numbers for order in accounts[at].orders for leaf in order.next_ones(most))
 
     def join(self, account: Account) -> None:
         self._accounts.append(account)

@@ -8,11 +8,9 @@ from itertools import islice
 
 from kvcache_proto.types import MAX_GROUPS, Refusal
 from kvcache_server import status
-from kvcache_server.core.effects import Effects
 from kvcache_server.core.eviction.fair_share import FairShare
 from kvcache_server.core.eviction.learner import Learner
 from kvcache_server.core.eviction.ranking import Ranking
-from kvcache_server.core.free_runs import Runs
 from kvcache_server.core.index import (
     CLASS_MASK,
     CLASSES,
@@ -23,7 +21,7 @@ from kvcache_server.core.index import (
     Share,
 )
 from kvcache_server.core.limits import STEP, Limits
-from kvcache_server.core.pool import Pool
+from kvcache_server.core.pool import Pool, Runs
 from kvcache_server.core.sampling import Draw, Lots
 from kvcache_server.core.sweeper import Sweeper
 from kvcache_server.core.tiers import Tiers
@@ -52,19 +50,15 @@ class Eviction:
     def __init__(
         self,
         pool: Pool,
-        limits: Limits,
-        counters: Counter[str],
-        effects: Effects,
         sweeper: Sweeper,
+        limits: Limits,
         draw: Draw,
         lots: Lots,
         policy: str = WORTH,
     ) -> None:
         """`draw` and `lots` decide which blocks are sampled. `policy` is WORTH, or LRU to evict by age only."""
         self._pool = pool
-        self._counters = counters
-        self._effects = effects
-        self._sweeper = sweeper
+        self._sweeper, self._effects = sweeper, sweeper.effects
         self._useless: list[tuple[Block, str]] = []  # blocks to continue with, and the cause of the eviction
         self.learner = Learner(pool, draw, lots, policy != LRU)
         self.fair_share = FairShare(pool.capacity, limits.namespace_floor)
@@ -87,8 +81,10 @@ class Eviction:
         self._namespace_ceiling = int(ceiling * self._pool.capacity) if ceiling < 1 else 0
         self.ranking.expire()
 
-    def refresh(self) -> None:
-        """Learn from lookups, and if there is enough evidence, let the sweeper update the worths."""
+    def begin_reservation(self) -> None:
+        """Learn from lookups, and if there is enough evidence, let the sweeper update the worths. Bound the number of
+        blocks that one reservation may evict: it is one step of the daemon."""
+        self._left = _MOST_EVICTED
         self.learner.learn()
         if self.learner.due:
             self.learner.begin_to_refresh(self.fair_share.accounts)
@@ -110,10 +106,6 @@ class Eviction:
             hit_blocks_by_class=status.ByClass(*self.learner.hits_by_class),
             evicted_blocks_by_class=status.ByClass(*self.evicted_by_class),
         )
-
-    def limit_evictions(self) -> None:
-        """Bound the number of blocks that one reservation may evict: it is one step of the daemon."""
-        self._left = _MOST_EVICTED
 
     def set_aside(self, pages: int) -> None:
         """Set `pages` free pages in a row aside for the next blocks, if there are: one search serves them all."""
@@ -335,9 +327,9 @@ class Eviction:
         before = parent.tick if parent is not None else 0
         visible = account.group.remove(block)
         if parent is not None and parent.ref and (read or parent.tick != before):
-            pool.inherit(parent, read)
+            pool.write_tick(parent, read)
         account.share.bytes -= account.group.allocated_bytes
-        return visible, read, pool.vacate_at(page, block)
+        return visible, read, pool.vacate(block, page)
 
     def _below_ceiling(self, shares: Sequence[Share], size: int, ceiling: int, cause: str) -> bool:
         """Evict blocks of `shares` until they have room for `size` more bytes below their `ceiling`.

@@ -7,7 +7,7 @@ from collections import Counter
 import numpy as np
 import numpy.typing as npt
 
-from kvcache_proto.region import FREE, READY, row_of
+from kvcache_proto.region import FREE, READY
 from kvcache_proto.types import MIN_HASH_BYTES, REF_BYTES, GroupSpec, Verdict
 from kvcache_server.core.index import (
     CLASS_MASK,
@@ -46,15 +46,14 @@ class Restoration:
         reservations: Reservations,
         counters: Counter[str],
         now: float,
-        quarantine: float,
     ) -> None:
-        """`quarantine` is the time, in seconds, for which the slots of dead writers are not used."""
         self.old = snapshot  # of the previous daemon
         snapshot.tick = _continued(snapshot.tick, now)
         self._pool, self._registry, self._reservations, self._counters = pool, registry, reservations, counters
-        self.now, self.until = now, now + quarantine
+        self.now, self.until = now, now + reservations.limits.quarantine  # of the slots of dead writers
         self.groups: list[Group] = []
-        self._unknown = Group(0, 0, GroupSpec(1, 1), MIN_HASH_BYTES, pool.page_bytes)  # stands for unknown ones
+        # Stands for unknown ones.
+        self._unknown = Group(0, 0, GroupSpec(1, 1), MIN_HASH_BYTES, pool.geometry.page_bytes)
         self.engines: dict[int, Engine] = {}
         self.reservations: dict[int, Reservation] = {}
         self.reservers: dict[int, int] = {}  # the engine of each reservation
@@ -79,7 +78,7 @@ class Restoration:
         """Create the namespaces, engines and tuples of writers that the rows refer to by number."""
         manifest, registry, reservations = self.old.manifest, self._registry, self._reservations
         for number, spec in manifest.namespaces.items():
-            registry.add_namespace(Namespace(number, spec, self._pool.page_bytes))
+            registry.add_namespace(Namespace(number, spec, self._pool.geometry.page_bytes))
         for number, name in manifest.engines.items():
             self.engines[number] = registry.engines[name] = Engine(number, name)
         registry.last_namespace, registry.last_engine = manifest.last_namespace, manifest.last_engine
@@ -107,21 +106,13 @@ class Restoration:
         free = np.concatenate(([False], np.cumsum(ends[:-1]) == 0, [False]))
         edges = np.flatnonzero(free[1:] != free[:-1]).tolist()
         self._pool.resume(old.last, [(begin, end - begin) for begin, end in zip(edges[::2], edges[1::2], strict=True)])
-        self.refs = self._refs()
-
-    def _row(self, position: int) -> int:
-        return row_of(int(self.old.page[position]))
+        refs = np.empty((len(old.row), 2), np.uint64)
+        refs[:, 0] = self._pool.geometry.data_offset + old.page * self._pool.geometry.page_bytes
+        refs[:, 1] = old.row["generation"]
+        self.refs = refs.tobytes()  # to the blocks of all rows, REF_BYTES each
 
     def _ref(self, position: int) -> bytes:
         return self.refs[REF_BYTES * position : REF_BYTES * (position + 1)]
-
-    def _refs(self) -> bytes:
-        """Return the references to the blocks of all rows, REF_BYTES each."""
-        geometry = self._pool.geometry
-        refs = np.empty((len(self.old.row), 2), np.uint64)
-        refs[:, 0] = geometry.data_offset + self.old.page * geometry.page_bytes
-        refs[:, 1] = self.old.row["generation"]
-        return refs.tobytes()
 
     def _account(self, code: int, engine: int) -> Account:
         account = self._registry.account(self.engines[engine], self.groups[code])
@@ -218,19 +209,18 @@ class Restoration:
     def _grant(self, position: int, block: Block) -> Grant:
         row = self.old.row[position]
         number, namespace = int(row["reservation"]), self.groups[self.old.code[position]].namespace
-        reservation = self.reservations.get(number)
-        engine = int(row["engine"])
+        engine, reservation = int(row["engine"]), self.reservations.get(number)
         if reservation is not None and (reservation.namespace != namespace or self.reservers[number] != engine):
             # Such rows only exist if a process wrote where it must not. The pages wait until their writers end.
             number = self._reservations.last = self._reservations.last + 1
             reservation = None
         if reservation is None:
-            reservation = Reservation(number, namespace, int(row["owner"]), self.old.writers(position), self.now)
-            reservation.writers_number = int(row["writers"])
+            writers = self.old.writers(position), int(row["writers"])
+            reservation = Reservation(number, namespace, int(row["owner"]), *writers, self.now)
             self.reservations[number] = reservation
             self.reservers[number] = engine
         self._pool.busy += block.account.group.pages
-        grant = Grant(block, self._row(position), reservation)
+        grant = Grant(block, self.old.at(position), reservation)
         grant.settled = int(row["settled"])
         taken = self.granted.setdefault(number, {})
         place = int(row["position"])
@@ -242,11 +232,8 @@ class Restoration:
         # Forged numbers may be large, and numpy would turn a list of small and large ones into inexact floats.
         mine = self.old.visible & np.isin(self.old.row["reservation"], np.array(list(self.reservations), np.uint64))
         for position in np.flatnonzero(mine).tolist():
-            block, reservation = (
-                self.blocks[position],
-                self.reservations[int(self.old.row["reservation"][position])],
-            )
-            grant = Grant(block, self._row(position), reservation)
+            reservation = self.reservations[int(self.old.row["reservation"][position])]
+            grant = Grant(self.blocks[position], self.old.at(position), reservation)
             grant.ready, grant.settled = True, reservation.all_shards
             self.granted[reservation.id].setdefault(int(self.old.row["position"][position]), grant)
         for number, reservation in self.reservations.items():

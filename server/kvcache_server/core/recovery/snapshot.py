@@ -34,8 +34,8 @@ from kvcache_proto.region import (
     row_of,
 )
 from kvcache_proto.types import FULL, MAX_HASHES, TAIL
-from kvcache_server.core.free_runs import Runs
 from kvcache_server.core.journal import Manifest
+from kvcache_server.core.pool import Runs
 
 _ROW = np.dtype(
     {
@@ -124,13 +124,13 @@ class Snapshot:
         """Return the pages of a block."""
         return self.scattered.get(position) or ((int(self.page[position]), int(self.pages[position])),)
 
-    def _at(self, position: int) -> int:
+    def at(self, position: int) -> int:
         """Return the row's offset in the region."""
         return row_of(int(self.page[position]))
 
     def _set(self, position: int, state: int) -> None:
         self.state[position] = state
-        self.rows.set_state(self._at(position), state)
+        self.rows.set_state(self.at(position), state)
 
     def _check(self) -> None:
         """Free rows with wrong checksums, and READY rows with unknown numbers; doom other rows with unknown numbers."""
@@ -268,7 +268,7 @@ class Snapshot:
         parent[~alive] = count + 1
         for child in np.flatnonzero(np.isin(parent, list(self.heir))).tolist():
             late = parent[child] = self.heir[int(parent[child])]
-            self.rows.set_parent(self._at(child), int(self.row["generation"][late]))
+            self.rows.set_parent(self.at(child), int(self.row["generation"][late]))
         for early in self.heir:
             self._set(early, DOOMED)
         self.parent = parent
@@ -332,7 +332,7 @@ class Snapshot:
                 position = int(self.parent[position])
             good = position == count or (position < count and bool(visible[position] or hopeful[position]))
             for position in reversed(path):
-                good = hopeful[position] = good and self._writers_live(position)
+                good = hopeful[position] = good and (self.state[position] == READY or not self.dead(position))
                 if good:
                     self.pending.append(position)
                 elif self.state[position] == READY:
@@ -341,6 +341,3 @@ class Snapshot:
                     self.counters["blocks_unreachable"] += 1
                 else:
                     self._set(position, DOOMED)
-
-    def _writers_live(self, position: int) -> bool:
-        return self.state[position] == READY or not self.dead(position)
