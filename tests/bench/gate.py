@@ -1,6 +1,6 @@
 """Compare hits of an engine whose gate is on with one whose gate is off, and with an engine without a connector.
 
-    python tests/bench/gate.py [--rounds 30] [--throttle 3] [--json]
+    python tests/bench/gate.py [--rounds 30] [--throttle 3]
 
 Each variant is a real vLLM engine on CPU in a process of its own. They answer the same prompts by turns, and the time
 to the first token is measured. Before each prompt, the engine's own prefix cache is emptied, so that all of it is
@@ -11,7 +11,6 @@ throttle, each load takes so many times as long as computing its prompt.
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import statistics
 from typing import Any
@@ -84,28 +83,22 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--throttle", type=float, default=3.0)
     parser.add_argument("--only", default="")
-    parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     cases = {
         "toy model, 320 tokens": (TOY, 320, 0.0),
         "large model, 1,000 tokens": (LARGE, 1000, 0.0),
         "large model, 1,000 tokens, throttled": (LARGE, 1000, options.throttle),
     }
-    figures = {}
     for name, (config, tokens, times) in cases.items():
         if options.only not in name:
             continue
-        row = figures[name] = measure(config, tokens, options.rounds, times)
-        if options.json:
-            continue
+        row = measure(config, tokens, options.rounds, times)
         print(name)
         for variant, kinds in row["seconds"].items():
             print(f"  {variant:<5} new {kinds['new'] * 1e3:8.2f} ms   hit {kinds['hit'] * 1e3:8.2f} ms")
         for key in row:
             if key != "seconds":
                 print(f"  {key:<22} {row[key]:.3f}" if isinstance(row[key], float) else f"  {key:<22} {row[key]}")
-    if options.json:
-        print(json.dumps(figures, indent=2))
 
 
 if __name__ == "__main__":
