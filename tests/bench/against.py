@@ -24,7 +24,7 @@ from pathlib import Path
 
 from kvcache_proto.errors import Unavailable
 from kvcache_server.admin_client import AdminClient
-from kvcache_tools.bench import BURST, PAGE, RUN, SHARD_BYTES, WIDTHS, Writer, cpu_seconds, fill, size_for
+from kvcache_tools.bench import BURST, PAGE, RUN, WIDTHS, Writer, cpu_seconds, fill, size_for
 
 WRITES = 10  # runs that are written in a burst
 HERE = Path(__file__).parents[2]
@@ -34,18 +34,6 @@ Work = Callable[[Writer], Iterator[float]]
 Pair = tuple[tuple[float, float], tuple[float, float]]  # of ours and theirs: seconds waited, CPU seconds
 
 
-def room_for(blocks: int, tree: Path, env: dict[str, str]) -> list[str]:
-    """Return the options of a daemon of `tree` with room for so many blocks. It divides its region into pages, or, as
-    older ones, into extents that are cut into slots."""
-    command = [sys.executable, "-m", "kvcache_server", "serve", "--help"]
-    offered = subprocess.run(command, env=env, cwd=tree, check=True, capture_output=True, text=True).stdout
-    if "--page-size" in offered:
-        return ["--size", str(size_for(blocks)), "--page-size", str(PAGE)]
-    extent, row = 4 << 20, 128
-    size = -(-blocks // (extent // (SHARD_BYTES + row))) * extent
-    return ["--size", str(size), "--extent-size", str(extent)]
-
-
 class Side:
     """A daemon of one checkout, and the client that asks it."""
 
@@ -53,7 +41,7 @@ class Side:
         folder.mkdir()
         endpoint = f"ipc://{folder}/kvcache.sock"
         env = {**os.environ, "PYTHONPATH": ":".join(str(tree / part) for part in ("proto", "server", "client"))}
-        flags = ["--endpoint", endpoint, "--lock", "never", *room_for(blocks, tree, env)]
+        flags = ["--endpoint", endpoint, "--lock", "never", "--size", str(size_for(blocks)), "--page-size", str(PAGE)]
         log = stack.enter_context((folder / "daemon.log").open("wb"))
         command = [sys.executable, "-m", "kvcache_server", "serve", "--keep=false", *flags]
         self._daemon = subprocess.Popen(command, stdout=log, stderr=log, env=env, cwd=tree)

@@ -1,6 +1,6 @@
 """Compare real vLLM engines on a GPU: without offload, with each installed alternative, and with our connector.
 
-    python tests/bench/engines.py [--cases none,native,simple,lmcache,ours] [--parts small,large,overlap,start,two]
+    python tests/bench/engines.py [--cases none,native,simple,lmcache,ours] [--parts small,large,overlap,two]
 
 The model is a Llama with 8 billion random weights in bfloat16. The parts:
 
@@ -8,7 +8,6 @@ small   an engine whose KV cache is smaller than the prompts together, so that h
 large   an engine with all memory of the GPU: decoding beside long prompts, and requests at a fixed rate
 overlap an engine with nothing else to do: a prompt of which the tier has most, beside its load and its rest alone
 below   the case `disk`: prompts that come from a disk below the region
-start   only our connector: an engine that starts beside a large region
 two     only our connector: two engines on one GPU, in float32, so that their answers can be compared for equality
 """
 
@@ -300,55 +299,6 @@ class Bench:
                 engine.close()
         return found
 
-    def start(self, gib: int) -> Figures:
-        """What an engine meets that starts beside a full region of `gib`."""
-        sizes, case, found = self.sizes, CASES["ours"], {}
-        asked = prompts("kept", 8, sizes.prompt)
-        bare = start_engine("start-bare", self.folder, ENVIRONMENT)
-        try:
-            idle = gpu_mib()
-            found["engine start, none, s"] = [bare.call("start", **self.arguments(**self.large_cache()))["seconds"]]
-            found["device memory, none, MiB"] = [gpu_mib() - idle]
-        finally:
-            bare.close()
-        with case.serve(self.folder, gib, self.options.extra) as more:
-            for turn in range(2):
-                engine = start_engine(f"start-{turn}", self.folder, ENVIRONMENT)
-                try:
-                    idle = gpu_mib()
-                    started = engine.call("start", **self.arguments(**self.large_cache(), **more))
-                    found.setdefault("engine start, s", []).append(started["seconds"])
-                    if not turn:
-                        engine.call("run", requests=asked, at_once=1)
-                        engine.call("wait", seconds=10.0)  # until all is page-locked
-                        found["device memory, MiB"] = [gpu_mib() - idle]
-                        continue
-                    # Kernels are loaded when first used: those of a hit's last tokens, by a hit on the device.
-                    for end in "ab":
-                        prompt = [["kernels", sizes.prompt - 128], [f"kernels {end}", 128]]
-                        engine.call("run", requests=[{"prompt": prompt, "tokens": 2}])
-                    decoder = prompts("decoder", 1, sizes.short, 3 * sizes.decode)
-                    hits = [{**row, "at": 0.3 * i} for i, row in enumerate(asked)]
-                    rows = engine.call("run", requests=decoder + hits)["requests"]
-                    found["the first hit, ms"] = [rows[1]["ttft"] * 1e3]
-                    found["hits right after start, ms"] = [row["ttft"] * 1e3 for row in rows[1:]]
-                    found["of them cached, %"] = [100 * row["cached"] / sizes.prompt for row in rows[1:]]
-                    gaps = [gap * 1e3 for gap in rows[0]["gaps"]]
-                    engine.call("wait", seconds=3.0)
-                    engine.call("forget")
-                    steady = engine.call(
-                        "run", requests=prompts("other decoder", 1, sizes.short, 3 * sizes.decode) + hits
-                    )["requests"]
-                    found["the first hit later, ms"] = [steady[1]["ttft"] * 1e3]
-                    found["hits later, ms"] = [row["ttft"] * 1e3 for row in steady[1:]]
-                    later = [gap * 1e3 for gap in steady[0]["gaps"]]
-                    for name, steps in (("right after start", gaps), ("later", later)):
-                        found[f"step {name}, ms"] = steps
-                        found[f"step {name}, P99, ms"] = [quantile(steps, 0.99)]
-                finally:
-                    engine.close()
-        return found
-
     def two(self) -> Figures:
         """Two engines of one model at once on one GPU."""
         sizes, case, found = self.sizes, CASES["ours"], {}
@@ -375,13 +325,8 @@ class Bench:
 
     def run(self) -> None:
         for part in self.options.parts:
-            if part in ("start", "two"):
-                self.note(
-                    part,
-                    "ours",
-                    self.start if part == "start" else self.two,
-                    *([self.options.start_gib] if part == "start" else []),
-                )
+            if part == "two":
+                self.note(part, "ours", self.two)
                 continue
             for name in self.options.cases:
                 case = CASES[name]
@@ -423,9 +368,8 @@ def main() -> None:
     parser.add_argument(
         "--cases", type=lambda text: text.split(","), default=[name for name in CASES if name not in ("apart", "disk")]
     )
-    parser.add_argument("--parts", type=lambda text: text.split(","), default=["small", "large", "start", "two"])
+    parser.add_argument("--parts", type=lambda text: text.split(","), default=["small", "large", "two"])
     parser.add_argument("--gib", type=int, default=48, help="host memory for each case")
-    parser.add_argument("--start-gib", type=int, default=64, help="size of the region in `start`")
     parser.add_argument("--extra", type=json.loads, default={}, help="JSON: settings of our connector")
     parser.add_argument("--engine", type=json.loads, default={}, help="JSON: arguments of every engine")
     parser.add_argument("--config", type=json.loads, default={}, help="JSON: what differs in the model's configuration")

@@ -22,12 +22,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from against import room_for
-
 from kvcache_proto import messages as m
 from kvcache_proto.errors import Unavailable
 from kvcache_proto.types import GroupSpec, NamespaceSpec, Outcome
 from kvcache_server.admin_client import AdminClient
+from kvcache_tools.bench import PAGE, size_for
 
 SPEC = NamespaceSpec("model", (GroupSpec(16, 64),))
 MOST, BLOCKS = 16_384, 256  # hashes of a lookup, and of a reservation
@@ -136,8 +135,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="kv", dir="/tmp") as folder:
         endpoint = f"ipc://{folder}/kv.sock"
         env = os.environ | {"PYTHONPATH": path}
-        room = room_for(chosen.blocks + chosen.blocks // 10, chosen.tree, env)
-        options = ["--endpoint", endpoint, "--lock", "never", "--keep", "false", *room]
+        room = size_for(chosen.blocks + chosen.blocks // 10)
+        options = ["--endpoint", endpoint, "--lock=never", "--keep=false", f"--size={room}", f"--page-size={PAGE}"]
         command = [sys.executable, "-m", "kvcache_server", "serve", *options]
         daemon = subprocess.Popen(command, env=env, stderr=subprocess.DEVNULL)
         try:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import signal
 import statistics
 import subprocess
@@ -158,21 +157,15 @@ def main() -> None:
     options.add_argument("--rounds", type=int, default=10)
     options.add_argument("--seconds", type=float, default=3.0, help="seconds per turn")
     options.add_argument("--blocks", type=int, default=200_000)
-    options.add_argument("--json", action="store_true")
     given = options.parse_args()
     size = size_for(given.blocks)
-    found = []
     with (
         one_daemon(size=size, page_size=PAGE, http="127.0.0.1:0") as daemon,
         Writer(daemon.endpoint, 0) as writer,
     ):
         fill(writer, given.blocks, lambda text: print(text, file=sys.stderr))
         for case in given.cases.split(","):
-            found.append(measure(case, daemon, writer, given.rounds, given.seconds))
-            if not given.json:
-                print(describe(found[-1]), flush=True)
-    if given.json:
-        print(json.dumps(found, indent=2))
+            print(describe(measure(case, daemon, writer, given.rounds, given.seconds)), flush=True)
 
 
 def describe(found: dict[str, Any]) -> str:

@@ -10,7 +10,6 @@ remembers in both turns, which shows the noise of the host.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import signal
 import statistics
@@ -50,7 +49,6 @@ def main() -> None:
     options.add_argument("--seconds", type=float, default=1.0, help="seconds per turn")
     options.add_argument("--blocks", type=int, default=200_000)
     options.add_argument("--same", action="store_true", help="remember in both turns")
-    options.add_argument("--json", action="store_true")
     given = options.parse_args()
     size = size_for(given.blocks)
     ratios: list[float] = []
@@ -84,9 +82,6 @@ def main() -> None:
         "p50_ratio": statistics.median(ratios),
         "p50_ratio_quartiles": statistics.quantiles(ratios)[::2],
     }
-    if given.json:
-        print(json.dumps(found, indent=2))
-        return
     low, high = found["p50_ratio_quartiles"]
     print(
         f"acquire + release of {WIDTH}, p50: {found['forgets_p50_us']:.0f} us where misses are forgotten, "
