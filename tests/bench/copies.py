@@ -58,7 +58,9 @@ def measure(fragment: int, total: int, rounds: int) -> dict[str, dict[str, float
         reservation = namespace.reserve(hashes)
         assert len(reservation.granted) == count, reservation.refused
         assert session.region is not None
-        offsets = session.region.offsets(reservation.packed).astype(np.int64)
+        placed = session.region.place(reservation.packed, BLOCK)
+        assert placed is not None and placed.runs is None, "blocks of one size lie in one piece"
+        offsets = placed.offsets
 
         storage = np.random.default_rng(0).integers(0, 255, 2 * layers * count * fragment, np.uint8)
         caches = storage.reshape(layers, 2, count, fragment)
