@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from one_daemon import one_daemon
+from rig import one_daemon
 
 from kvcache_client import GroupSpec, NamespaceSpec, Session
 from kvcache_client.devices import Job, open_device

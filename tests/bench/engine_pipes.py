@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import time
 from multiprocessing.connection import Connection
 from typing import Any
+
+from rig import Child
 
 TOY = {
     "vocab_size": 4096,
@@ -18,6 +19,7 @@ TOY = {
     "max_position_embeddings": 4096,
 }
 BLOCK = 64
+STARTING = 300.0  # seconds
 
 
 def set_environment(level: str) -> None:
@@ -88,16 +90,13 @@ class Engines:
 
     def __init__(self, model: str, variants: dict[str, dict[str, Any] | None], **options: Any) -> None:
         """`options` are vLLM's engine arguments."""
-        spawn = multiprocessing.get_context("spawn")
-        self.pipes: dict[str, Connection] = {}
-        self._processes = []
-        for name, extra in variants.items():
-            self.pipes[name], theirs = spawn.Pipe()
-            self._processes.append(spawn.Process(target=_serve, args=(theirs, model, extra, options), daemon=True))
-            self._processes[-1].start()
-            theirs.close()  # so that an engine that dies is an end of file here
-        for pipe in self.pipes.values():
-            pipe.recv()
+        self._children = {name: Child(_serve, model, extra, options) for name, extra in variants.items()}
+        for child in self._children.values():
+            child.hear(STARTING)
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._children)
 
     def ask(
         self, name: str, prompt: list[int], tokens: int = 1, reset: bool = False, throttle: float = 0.0
@@ -106,18 +105,18 @@ class Engines:
 
         With `reset`, the engine's own prefix cache is emptied first. Each load takes `throttle` seconds longer.
         """
-        self.pipes[name].send({"prompt": prompt, "tokens": tokens, "reset": reset, "throttle": throttle})
-        answer: dict[str, Any] = self.pipes[name].recv()
+        self._children[name].pipe.send({"prompt": prompt, "tokens": tokens, "reset": reset, "throttle": throttle})
+        answer: dict[str, Any] = self._children[name].pipe.recv()
         return answer
 
     def answer_batch(self, name: str, prompts: list[list[int]], tokens: int) -> float:
         """Return the seconds that the engine needs for all prompts together."""
-        self.pipes[name].send({"batch": prompts, "tokens": tokens})
-        return float(self.pipes[name].recv())
+        self._children[name].pipe.send({"batch": prompts, "tokens": tokens})
+        return float(self._children[name].pipe.recv())
 
     def close(self) -> None:
-        for pipe in self.pipes.values():
-            pipe.send(None)
-        for process in self._processes:
-            process.join(20)
-            process.kill()
+        for child in self._children.values():
+            child.pipe.send(None)
+        for child in self._children.values():
+            child.process.join(20)
+            child.end()

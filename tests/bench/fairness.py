@@ -19,10 +19,9 @@ from collections import OrderedDict
 from contextlib import ExitStack
 from pathlib import Path
 
-from one_daemon import one_daemon
+from rig import one_daemon, save
 
 from kvcache_client import GroupSpec, Namespace, NamespaceSpec, Session
-from kvcache_proto.types import MAX_BLOCKS
 from kvcache_tools.bench import PAGE, size_for
 
 SLOT = 4096
@@ -68,10 +67,8 @@ def traced(path: str, requests: int) -> list[list[bytes]]:
 def store(namespace: Namespace, prompt: list[bytes]) -> int:
     """Do what an engine does with a prompt: look it up, store the rest; return the hits."""
     with namespace.acquire(prompt) as lease:
-        hits = lease.hits
-        for at in range(hits, len(prompt), MAX_BLOCKS):
-            namespace.reserve(prompt[at : at + MAX_BLOCKS], parent=prompt[at - 1] if at else None).commit()
-    return hits
+        save(namespace, prompt, lease.hits)
+        return lease.hits
 
 
 def ratio(prompts: list[list[bytes]], blocks: int, beside: NamespaceSpec | None) -> float:

@@ -16,7 +16,7 @@ import statistics
 from typing import Any
 
 from engine_pipes import TOY, Engines
-from one_daemon import one_daemon
+from rig import one_daemon
 
 LARGE = TOY | {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 6, "num_attention_heads": 8}
 WARM = 16  # requests of each kind before any is counted: so long the gate learns
@@ -43,13 +43,13 @@ def measure(config: dict[str, Any], tokens: int, rounds: int, times: float) -> d
             daemon.wait_status(lambda s: not s["pool"]["blocks_writing"], "the saves")
             throttle = times * statistics.median(computes[2:])
             for turn in range(WARM):  # parts of prompts, too: engines see prompts of many lengths
-                for name in engines.pipes:
+                for name in engines.names:
                     engines.ask(name, known[turn % 8], reset=True, throttle=throttle)
                     engines.ask(name, new(draw.randrange(tokens // 4, tokens)), reset=True)
-            spent: dict[str, dict[str, list[float]]] = {name: {"new": [], "hit": []} for name in engines.pipes}
+            spent: dict[str, dict[str, list[float]]] = {name: {"new": [], "hit": []} for name in engines.names}
             counts, before = {}, engines.ask("auto", new(), reset=True)["counts"]
             for turn in range(rounds):
-                names = list(engines.pipes)
+                names = engines.names
                 for name in names if turn % 2 else names[::-1]:
                     engines.ask(name, new(32))  # so that no engine is measured as it wakes up
                     kinds = {"hit": (known[turn % 8], throttle), "new": (new(), 0.0)}

@@ -11,7 +11,7 @@ import hashlib
 import statistics
 import time
 
-from one_daemon import one_daemon
+from rig import one_daemon
 
 from kvcache_client import Session
 from kvcache_client.session.namespace import Namespace

@@ -19,7 +19,6 @@ import contextlib
 import fcntl
 import hashlib
 import mmap
-import multiprocessing
 import os
 import signal
 import socket
@@ -31,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from one_daemon import Daemon, one_daemon
+from rig import Child, Daemon, one_daemon
 
 from kvcache_client import GroupSpec, NamespaceSpec, Session
 from kvcache_client.devices import Device, Job, open_device
@@ -45,11 +44,9 @@ SLOT = 2 * LAYERS * FRAGMENT
 PATTERN, SAVED = 0x11, 0x81  # every byte of the slots before; of the first job's blocks, the next job's is one more
 RUNNING, AMID, SEVERAL = PHASES = ("kernel running", "amid the copy", "amid several")
 ENDS = {"socket": "the socket's end", "notice": "the daemon's notice", "lock": "the lock's end", "process": "waitpid"}
-PATIENCE = 120.0  # seconds
 Seen = tuple[int, int]  # an observation before an event, and one after it, in nanoseconds
 
 clock = time.monotonic_ns  # CLOCK_MONOTONIC, the same in every process
-spawn = multiprocessing.get_context("spawn")
 
 
 # The victim.
@@ -207,28 +204,9 @@ def watch(words: Any, offsets: Any, pipe: Connection, pid: int) -> dict[str, Any
 # The trials.
 
 
-class Child:
-    """A process at the other end of a pipe."""
-
-    def __init__(self, target: Callable[..., None], *arguments: object) -> None:
-        self.pipe, theirs = spawn.Pipe()
-        self.process = spawn.Process(target=target, args=(theirs, *arguments), daemon=True)
-        self.process.start()
-        theirs.close()  # so that its death is an end of file here
-        assert self.process.pid is not None
-        self.pid = self.process.pid
-
-    def hear(self) -> Any:
-        assert self.pipe.poll(PATIENCE), f"process {self.pid} is silent"
-        return self.pipe.recv()
-
-    def is_dead(self) -> bool:
-        """Whether waitpid returns; `multiprocessing` takes the status later."""
-        return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
-
-    def end(self) -> None:
-        self.process.kill()
-        self.process.join()
+def is_dead(victim: Child) -> bool:
+    """Whether waitpid returns; `multiprocessing` takes the status later."""
+    return os.waitid(os.P_PID, victim.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 
 class Trials:
@@ -260,7 +238,7 @@ class Trials:
                 "socket": lambda: has_ended(twin),
                 "notice": lambda: f"session {session} ended" in daemon.log,
                 "lock": lambda: is_free(lock.fileno()),
-                "process": victim.is_dead,
+                "process": lambda: is_dead(victim),
             }
             victim.pipe.send("go")
             found, killed = self._follow(victim, looks, 0.3 * delay if early else None, delay + 30)

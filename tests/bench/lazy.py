@@ -16,7 +16,7 @@ import statistics
 from typing import Any
 
 from engine_pipes import BLOCK, TOY, Engines
-from one_daemon import one_daemon
+from rig import one_daemon
 
 SYSTEM, GROW, ANSWER = 384, 192, 32  # tokens: of the system prompt, of each turn, of each answer
 MODES = ("eager", "lazy")

@@ -8,12 +8,11 @@ It alternates with a daemon that begins with an empty region of the same size.
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
-import subprocess
-import sys
-import tempfile
 import time
-from pathlib import Path
+
+from rig import Daemon, a_short_folder, save
 
 from kvcache_client import GroupSpec, NamespaceSpec, Session
 from kvcache_proto.errors import KVCacheError
@@ -27,52 +26,48 @@ def chain(number: int) -> list[bytes]:
     return [number.to_bytes(8, "big") + at.to_bytes(8, "big") for at in range(CHAIN)]
 
 
-def start(folder: Path, size: int, *flags: str) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "kvcache_server", "serve", "--endpoint", f"ipc://{folder}/kv.sock", *flags]
-    command += ["--size", str(size), "--page-size", str(PAGE), "--log-level", "warning", "--grace", "0"]
-    return subprocess.Popen(command, stdin=subprocess.DEVNULL)
-
-
-def first_answer(folder: Path, number: int, since: float) -> tuple[float, int]:
+def first_answer(daemon: Daemon, number: int, since: float) -> tuple[float, int]:
     """Return the seconds from `since` to the answer to a lookup, and its hits."""
     while True:
         try:
-            with Session.connect(f"ipc://{folder}/kv.sock", engine="bench", deadline=10.0) as session:
+            with Session.connect(daemon.endpoint, engine="bench", deadline=10.0) as session:
                 hits = session.attach(SPEC, (0,)).acquire(chain(number), pin=False).hits
                 return time.monotonic() - since, hits
         except KVCacheError:
             time.sleep(0.002)
 
 
-def measure(blocks: int, rounds: int) -> dict[str, float]:
+def measure(blocks: int, rounds: int) -> tuple[float, float]:
+    """Return the medians in seconds with the blocks of the last daemon, and with an empty region."""
     chains = blocks // CHAIN
-    size = size_for(blocks + blocks // 10)
+    flags = {"size": size_for(blocks + blocks // 10), "page_size": PAGE, "log_level": "warning", "grace": 0}
     warm, empty = [], []
-    with tempfile.TemporaryDirectory(prefix="kv", dir="/tmp") as name:
-        folder = Path(name)
-        daemon = start(folder, size, "--fresh")
-        first_answer(folder, 0, 0.0)
-        with Session.connect(f"ipc://{folder}/kv.sock", engine="bench", deadline=30.0) as session:
+    with a_short_folder() as folder:
+
+        def start(keep: str, fresh: bool = False) -> Daemon:
+            return Daemon(folder, dict(os.environ), keep=keep, fresh=fresh, **flags)
+
+        daemon = start("true", fresh=True)
+        first_answer(daemon, 0, 0.0)
+        with Session.connect(daemon.endpoint, engine="bench", deadline=30.0) as session:
             namespace = session.attach(SPEC, (0,))
             for number in range(chains):
-                namespace.reserve(chain(number)).commit()
+                save(namespace, chain(number))
         for number in range(rounds):
             daemon.kill()
-            daemon.wait()
             since = time.monotonic()
-            daemon = start(folder, size)
-            seconds, hits = first_answer(folder, chains - 1 - number, since)
+            daemon = start("true")
+            seconds, hits = first_answer(daemon, chains - 1 - number, since)
             assert hits == CHAIN, f"{hits} of {CHAIN} blocks were found"
             warm.append(seconds)
         daemon.kill()
-        daemon.wait()
         for _ in range(rounds):
             since = time.monotonic()
-            daemon = start(folder, size, "--fresh", "--keep", "false")
-            empty.append(first_answer(folder, 0, since)[0])
-            daemon.terminate()
-            daemon.wait()
-    return {"warm_s": statistics.median(warm), "empty_s": statistics.median(empty)}
+            daemon = start("false", fresh=True)
+            empty.append(first_answer(daemon, 0, since)[0])
+            daemon.stop(300)
+        daemon.tidy()
+    return statistics.median(warm), statistics.median(empty)
 
 
 def main() -> None:
@@ -81,8 +76,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     chosen = parser.parse_args()
     for blocks in map(int, chosen.blocks.split(",")):
-        found = measure(blocks, chosen.rounds)
-        print(f"{blocks:>9,} blocks: {found['warm_s']:.2f} s; an empty region of that size {found['empty_s']:.2f} s")
+        warm, empty = measure(blocks, chosen.rounds)
+        print(f"{blocks:>9,} blocks: {warm:.2f} s; an empty region of that size {empty:.2f} s")
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import Any
 
 from engine_pipes import make_engine, set_environment
-from one_daemon import one_daemon
+from rig import one_daemon
 
 set_environment("WARNING")
 

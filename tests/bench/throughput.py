@@ -14,7 +14,7 @@ import statistics
 from typing import Any
 
 from engine_pipes import Engines
-from one_daemon import one_daemon
+from rig import one_daemon
 
 LLAMA = {
     "vocab_size": 4096,

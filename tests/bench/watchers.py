@@ -23,7 +23,7 @@ import time
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from one_daemon import Daemon, one_daemon
+from rig import Daemon, one_daemon
 
 from kvcache_tools.bench import PAGE, Writer, fill, size_for
 
