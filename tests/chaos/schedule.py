@@ -112,12 +112,6 @@ def again(client: Client) -> Client:
     return _doomed(draw, born)
 
 
-def whole(name: str, number: int) -> Client:
-    """Return an engine of one process that nothing happens to."""
-    kind = KINDS[number % len(KINDS)]
-    return Client(name, "whole", name, kind, SHARDS[kind], seed=number)
-
-
 def last(client: Client) -> Client:
     """Return the same client with nothing to die of."""
     return replace(client, signals=(), point=None)
