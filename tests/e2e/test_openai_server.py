@@ -12,9 +12,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import pytest
+from cache_state import BLOCK, figure, wait_attached, wait_idle
 from openai_server import Refused
 
-BLOCK = 32
 TOKENS = 24
 LONGEST = 4096
 CLIENTS = 12
@@ -60,23 +60,6 @@ def prompts() -> list[list[int]]:
     draw = random.Random("prompts")
     system = [[draw.randrange(3, 512) for _ in range(6 * BLOCK + 5)] for _ in range(2)]
     return [[*system[n % 2], *(draw.randrange(3, 512) for _ in range(3 * BLOCK + 17 * n))] for n in range(CLIENTS)]
-
-
-def wait_idle(daemon: Any) -> dict[str, Any]:
-    """Wait until nothing is leased, reserved or being written."""
-    held = ("leases", "reservations", "pinned_bytes", "blocks_writing", "blocks_hidden", "blocks_quarantined")
-    return daemon.wait_status(lambda s: not any(s["pool"][name] for name in held), "an idle cache")
-
-
-def wait_attached(daemon: Any, engine: str) -> None:
-    daemon.wait_status(
-        lambda s: len([e for e in s["sessions"] if e["engine"].startswith(f"{engine}-") and e["namespaces"]]) == 2,
-        f"scheduler and rank of {engine}",
-    )
-
-
-def figure(daemon: Any, name: str) -> int:
-    return sum(namespace[name] for namespace in daemon.status()["namespaces"])
 
 
 def blocks_of(prompts: list[list[int]]) -> set[tuple[int, ...]]:
