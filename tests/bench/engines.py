@@ -17,7 +17,6 @@ import argparse
 import json
 import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -218,12 +217,6 @@ def large(call: Call, tier: bool, sizes: Sizes) -> Figures:
             r["tpot"] * 1e3 for r in rows[: len(beside)]
         )
         found.setdefault("prompts beside decodes, ms", []).extend(r["ttft"] * 1e3 for r in rows[len(beside) :])
-        gaps = [gap * 1e3 for gap in rows[0]["gaps"]]
-        usual = statistics.median(gaps)
-        after = [
-            gap for i, gap in enumerate(gaps) if gap < 3 * usual and max(gaps[max(0, i - 4) : i], default=0) > 3 * usual
-        ]
-        found.setdefault("the four steps after a prompt, ms", []).extend(after)
     cold = call("run", requests=prompts("cold", 12, sizes.prompt), at_once=1)
     found["prompts in a row, cold, ms"] = ms(cold)
     asked = prompts("open", sizes.open_requests, sizes.prompt, sizes.open_answer, 1 / sizes.rate)
@@ -233,14 +226,6 @@ def large(call: Call, tier: bool, sizes: Sizes) -> Figures:
 
 def quantile(values: list[float], q: float) -> float:
     return sorted(values)[min(len(values) - 1, int(q * len(values)))]
-
-
-def gpu_mib() -> float:
-    command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
-    try:
-        return float(subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[0])
-    except (OSError, subprocess.CalledProcessError, ValueError):
-        return 0.0
 
 
 class Bench:
@@ -290,11 +275,9 @@ class Bench:
             served_after = time.monotonic() - begin
             engine = start_engine(f"{case.name}-{part}", self.folder, ENVIRONMENT | case.environment)
             try:
-                idle = gpu_mib()
                 started = engine.call("start", **self.arguments(**cache, **more))
                 found: Figures = {"engine start, s": [started["seconds"]], "server start, s": [served_after]}
                 found |= test(engine.call, case.tier, self.sizes)
-                found["device memory, MiB"] = [gpu_mib() - idle]
             finally:
                 engine.close()
         return found
@@ -366,7 +349,7 @@ def table(part: str, cases: dict[str, Figures]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--cases", type=lambda text: text.split(","), default=[name for name in CASES if name not in ("apart", "disk")]
+        "--cases", type=lambda text: text.split(","), default=[name for name in CASES if name != "disk"]
     )
     parser.add_argument("--parts", type=lambda text: text.split(","), default=["small", "large", "two"])
     parser.add_argument("--gib", type=int, default=48, help="host memory for each case")
