@@ -255,12 +255,7 @@ class Bench:
         if self.options.toy:
             return self.small_cache()
         graphs = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64]}
-        return {
-            "gpu_memory_utilization": 0.92,
-            "max_num_seqs": 64,
-            "compilation_config": graphs,
-            **self.options.large,
-        }
+        return {"gpu_memory_utilization": 0.92, "max_num_seqs": 64, "compilation_config": graphs, **self.options.large}
 
     def measure(self, case: Case, part: str) -> Figures:
         tests = {

@@ -33,8 +33,7 @@ def measure(config: dict[str, Any], tokens: int, rounds: int, times: float) -> d
         make_model(f"{folder}/model", config)
         common = {"endpoint": endpoint, "canary_every": 0, "deadline_ms": 5000}
         engines = Engines(
-            f"{folder}/model",
-            {"none": None, "off": {**common, "gate": "off"}, "auto": {**common, "gate": "auto"}},
+            f"{folder}/model", {"none": None, "off": {**common, "gate": "off"}, "auto": {**common, "gate": "auto"}}
         )
         try:
             # What is found: each prompt is saved by the engine whose gate is off.

@@ -161,10 +161,7 @@ def main() -> None:
     options.add_argument("--blocks", type=int, default=200_000)
     given = options.parse_args()
     size = size_for(given.blocks)
-    with (
-        one_daemon(size=size, page_size=PAGE, http="127.0.0.1:0") as daemon,
-        Writer(daemon.endpoint, 0) as writer,
-    ):
+    with one_daemon(size=size, page_size=PAGE, http="127.0.0.1:0") as daemon, Writer(daemon.endpoint, 0) as writer:
         fill(writer, given.blocks, lambda text: print(text, file=sys.stderr))
         for case in given.cases.split(","):
             print(describe(measure(case, daemon, writer, given.rounds, given.seconds)), flush=True)

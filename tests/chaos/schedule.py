@@ -8,18 +8,7 @@ from dataclasses import dataclass, field, replace
 
 # Seeds take turns at them; `--themes` chooses some.
 THEMES = (
-    *(
-        "store",
-        "before-reply",
-        "after-reply",
-        "evict",
-        "grant",
-        "settle",
-        "session",
-        "start",
-        "rebuild",
-        "notes",
-    ),
+    *("store", "before-reply", "after-reply", "evict", "grant", "settle", "session", "start", "rebuild", "notes"),
     *("instant", "fresh", "client-kill", "client-stop", "ranks", "proxy", "daemon-stop", "full", "clock"),
 )
 # How many arrivals a theme's point may wait for: about what the traffic of a life brings.

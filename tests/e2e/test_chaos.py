@@ -79,12 +79,7 @@ def in_use_again(engine: Any, daemon: Any, prompts: list[list[int]], expected: l
 
 
 def test_a_batch_with_the_daemon_killed_twice_and_an_engine_once(
-    engines: Any,
-    engine: Any,
-    daemon: list[Any],
-    start: Callable[..., Any],
-    prompts: list[list[int]],
-    reference: Any,
+    engines: Any, engine: Any, daemon: list[Any], start: Callable[..., Any], prompts: list[list[int]], reference: Any
 ) -> None:
     expected = reference(prompts, TOKENS)
     # Half of the prompts are cached already, so that the batch loads and saves.
