@@ -34,32 +34,49 @@ Work = Callable[[Writer], Iterator[float]]
 Pair = tuple[tuple[float, float], tuple[float, float]]  # of ours and theirs: seconds waited, CPU seconds
 
 
+@contextlib.contextmanager
+def daemon_of(tree: Path, folder: Path, blocks: int) -> Iterator[tuple[str, int]]:
+    """Run the daemon of a checkout with room for so many blocks; yield its endpoint and process id."""
+    endpoint = f"ipc://{folder}/kvcache.sock"
+    env = {**os.environ, "PYTHONPATH": ":".join(str(tree / part) for part in ("proto", "server", "client"))}
+    flags = [
+        "--endpoint",
+        endpoint,
+        "--lock=never",
+        "--keep=false",
+        f"--size={size_for(blocks)}",
+        f"--page-size={PAGE}",
+    ]
+    log = folder / "daemon.log"
+    with log.open("wb") as out:
+        command = [sys.executable, "-m", "kvcache_server", "serve", *flags, f"--page-size={PAGE}"]
+        daemon = subprocess.Popen(command, stdout=out, stderr=out, env=env, cwd=tree)
+    try:
+        while True:
+            assert daemon.poll() is None, log.read_text()
+            with contextlib.suppress(Unavailable), AdminClient(endpoint):
+                break
+            time.sleep(0.1)
+        yield endpoint, daemon.pid
+    finally:
+        daemon.terminate()
+        daemon.wait()
+
+
 class Side:
     """A daemon of one checkout, and the client that asks it."""
 
     def __init__(self, tree: Path, folder: Path, blocks: int, stack: contextlib.ExitStack) -> None:
         folder.mkdir()
-        endpoint = f"ipc://{folder}/kvcache.sock"
-        env = {**os.environ, "PYTHONPATH": ":".join(str(tree / part) for part in ("proto", "server", "client"))}
-        flags = ["--endpoint", endpoint, "--lock", "never", "--size", str(size_for(blocks)), "--page-size", str(PAGE)]
-        log = stack.enter_context((folder / "daemon.log").open("wb"))
-        command = [sys.executable, "-m", "kvcache_server", "serve", "--keep=false", *flags]
-        self._daemon = subprocess.Popen(command, stdout=log, stderr=log, env=env, cwd=tree)
-        stack.callback(self._daemon.wait)
-        stack.callback(self._daemon.terminate)
-        while True:
-            assert self._daemon.poll() is None, (folder / "daemon.log").read_text()
-            with contextlib.suppress(Unavailable), AdminClient(endpoint):
-                break
-            time.sleep(0.1)  # between two knocks: who is to answer is not there yet
+        endpoint, self._pid = stack.enter_context(daemon_of(tree, folder, blocks))
         self.writer = stack.enter_context(Writer(endpoint, 0))
 
     def burst(self, work: Work, parts: int) -> tuple[float, float]:
         """Return the median of what `work` yields, in seconds, and the mean of the daemon's CPU seconds; of one part of
         so many."""
-        before = cpu_seconds(self._daemon.pid)
+        before = cpu_seconds(self._pid)
         waits = list(work(self.writer))
-        return statistics.median(waits) / parts, (cpu_seconds(self._daemon.pid) - before) / len(waits) / parts
+        return statistics.median(waits) / parts, (cpu_seconds(self._pid) - before) / len(waits) / parts
 
 
 def writes(writer: Writer) -> Iterator[float]:
