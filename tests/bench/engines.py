@@ -20,6 +20,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -96,11 +97,9 @@ def share_cached(answer: dict[str, Any], tokens: int) -> list[float]:
 
 def small(call: Call, tier: bool, sizes: Sizes) -> Figures:
     """Prompts that the KV cache does not hold together."""
-    found: Figures = {}
+    found: Figures = defaultdict(list)
     call("run", requests=prompts("warm", 2, sizes.prompt, 4))
     call("run", requests=prompts("warm", 2, sizes.prompt, 4))
-    found["prompt cold, ms"], found["prompt on the device, ms"], found["prompt from the tier, ms"] = [], [], []
-    found["of it cached, %"] = []
     for turn in range(sizes.rounds):
         asked = prompts(f"single {turn}", 8, sizes.prompt)
         found["prompt cold, ms"] += ms(call("run", requests=asked, at_once=1))
@@ -117,7 +116,7 @@ def small(call: Call, tier: bool, sizes: Sizes) -> Figures:
         for _ in range(3):
             call("forget")
             eight.append(call("run", requests=asked)["seconds"] * 1e3)
-        found.setdefault("eight at once, ms", []).extend(eight)
+        found["eight at once, ms"] += eight
     if sizes.brief:
         return found
     ten = prompts("ten", 10, sizes.long)
@@ -144,7 +143,7 @@ def small(call: Call, tier: bool, sizes: Sizes) -> Figures:
 
 def overlap(call: Call, tier: bool, sizes: Sizes) -> Figures:
     """Prompts one by one: first a hit with hardly any rest, then the same with a long rest."""
-    found: Figures = {}
+    found: Figures = defaultdict(list)
     call("run", requests=prompts("warm", 2, sizes.prompt, 4))
 
     def ask(head: str, tail: str, rest: int) -> list[float]:
@@ -162,7 +161,7 @@ def overlap(call: Call, tier: bool, sizes: Sizes) -> Figures:
             slower = max(figures["its rest alone, ms"] + figures["its load alone, ms"])
             figures["load and rest by the slower of both"] = [figures["load and rest, ms"][0] / slower]
         for name, values in figures.items() if turn >= 0 else ():
-            found.setdefault(name, []).extend(values)
+            found[name] += values
     return found
 
 
@@ -170,7 +169,7 @@ def below(call: Call, tier: bool, sizes: Sizes) -> Figures:
     """More prompts than the region holds, one by one: computed, found in memory, and found on the disk below."""
     call("run", requests=prompts("warm", 4, sizes.prompt, 4), at_once=1)
     asked = prompts("below", sizes.hits, sizes.prompt)
-    found: Figures = {"cold, ms": [], "from memory, ms": [], "from the disk, ms": [], "of it cached, %": []}
+    found: Figures = defaultdict(list)
     for row in asked:
         found["cold, ms"] += ms(call("run", requests=[row]))
         call("wait", seconds=0.3)
@@ -199,7 +198,7 @@ def served(name: str, answer: dict[str, Any], tokens: int) -> Figures:
 
 def large(call: Call, tier: bool, sizes: Sizes) -> Figures:
     """All the GPU's memory: prompts are saved, and hardly any comes back."""
-    found: Figures = {}
+    found: Figures = defaultdict(list)
     call("run", requests=prompts("warm", 2, sizes.prompt, 4))
     decoders = prompts("decoder", sizes.decoders, sizes.short, sizes.decode)
     call("run", requests=prompts("warm decoder", sizes.decoders, sizes.short, 20))
@@ -207,16 +206,14 @@ def large(call: Call, tier: bool, sizes: Sizes) -> Figures:
         alone = call(
             "run", requests=[{**row, "prompt": [[f"alone {turn} {i}", sizes.short]]} for i, row in enumerate(decoders)]
         )
-        found.setdefault("decode of 32 alone, TPOT, ms", []).extend(ms(alone, "tpot"))
-        found.setdefault("decode of 32 alone, step, ms", []).extend(g * 1e3 for g in alone["requests"][0]["gaps"][50:])
+        found["decode of 32 alone, TPOT, ms"] += ms(alone, "tpot")
+        found["decode of 32 alone, step, ms"] += [g * 1e3 for g in alone["requests"][0]["gaps"][50:]]
         beside = [{**row, "prompt": [[f"beside {turn} {i}", sizes.short]]} for i, row in enumerate(decoders)]
         long = [{**row, "at": 1.0 + row["at"]} for row in prompts(f"long {turn}", 8, sizes.prompt, 1, 0.5)]
         both = call("run", requests=beside + long)
         rows = both["requests"]
-        found.setdefault("decode of 32 beside prompts, TPOT, ms", []).extend(
-            r["tpot"] * 1e3 for r in rows[: len(beside)]
-        )
-        found.setdefault("prompts beside decodes, ms", []).extend(r["ttft"] * 1e3 for r in rows[len(beside) :])
+        found["decode of 32 beside prompts, TPOT, ms"] += [r["tpot"] * 1e3 for r in rows[: len(beside)]]
+        found["prompts beside decodes, ms"] += [r["ttft"] * 1e3 for r in rows[len(beside) :]]
     cold = call("run", requests=prompts("cold", 12, sizes.prompt), at_once=1)
     found["prompts in a row, cold, ms"] = ms(cold)
     asked = prompts("open", sizes.open_requests, sizes.prompt, sizes.open_answer, 1 / sizes.rate)
