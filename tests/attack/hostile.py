@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import os
 import random
 import re
 import resource
@@ -239,9 +238,8 @@ def _peak_mib() -> int:
 def a_tier() -> Iterator[tuple[Tier, Path]]:
     """A tier in the region of a daemon, and a folder that is removed afterwards."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # so that the daemon ends, too
-    environ = {key: value for key, value in os.environ.items() if not key.startswith("KVCACHE_")}
     with tempfile.TemporaryDirectory(prefix="kv") as folder:
-        daemon = Daemon(Path(folder), environ, size="16MiB")
+        daemon = Daemon(Path(folder), size="16MiB")
         try:
             daemon.wait_ready()
             with Session.connect(daemon.endpoint, engine="tier hostile", deadline=10.0) as session:

@@ -6,9 +6,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
-import logging
-import resource
 import socket
 import struct
 import sys
@@ -17,6 +14,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from typing import Any
+
+from hostile import Meter
 
 from kvcache_tiers.backend import Failed, Value
 from kvcache_tiers.redis import _START, open_tier
@@ -166,37 +165,34 @@ def converse(tier: Any) -> Iterator[int]:
     yield 0
 
 
-def attack(share: float = 1.0) -> dict[str, Any]:
+def attack(share: float = 1.0) -> str:
     """Return figures. `share` is the part of all answers that is tried."""
-    figures: dict[str, Any] = {"tried": 0, "wrong_bytes": 0, "longest_s": 0.0, "longest": "", "seconds": 0.0}
-    began = time.monotonic()
+    kinds = answers().items()
     with closing(Store()) as store:
         url = f"redis://127.0.0.1:{store.port}?timeout={TIMEOUT}&max_value=128KiB"
         with closing(open_tier(url, memoryview(b""))) as tier:
             opening, store.seen = store.seen, 0
             assert not sum(converse(tier))
             commands = opening + store.seen
-        kinds = answers().items()
-        cases = [(bad, name, answer) for bad in range(commands) for name, answer in kinds]
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        step = max(1, round(1 / share))
-        for bad, name, answer in cases[::step]:
+
+        def work(bad: int, answer: Answer) -> int:
             store.values.clear()
             store.seen, store.bad, store.answer = 0, bad, answer
-            start = time.monotonic()
+            wrong = 0
             with contextlib.suppress(Failed), closing(open_tier(url, memoryview(b""))) as tier:
-                figures["wrong_bytes"] += sum(converse(tier))
+                wrong = sum(converse(tier))
                 store.bad = -1
                 assert sum(tier.put([b"after"], [Value(HEADER, memoryview(content(7)))])) == 1, "it recovers"
-            took = time.monotonic() - start
-            figures["tried"] += 1
-            if took > figures["longest_s"]:
-                figures |= {"longest_s": round(took, 2), "longest": f"{name} as reply {bad}"}
-        figures["peak_mib"] = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) >> 10
-    figures["seconds"] = round(time.monotonic() - began, 1)
-    return figures
+            return wrong
+
+        cases = [(bad, name, answer) for bad in range(commands) for name, answer in kinds]
+        meter = Meter()
+        for bad, name, answer in cases[:: max(1, round(1 / share))]:
+            meter.case(
+                lambda name=name, bad=bad: f"{name} as reply {bad}", lambda bad=bad, answer=answer: work(bad, answer)
+            )
+    return meter.report()
 
 
 if __name__ == "__main__":
-    logging.basicConfig(level=logging.INFO)
-    print(json.dumps(attack(float(sys.argv[1]) if len(sys.argv) > 1 else 1.0)))
+    print(attack(float(sys.argv[1]) if len(sys.argv) > 1 else 1.0))

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import os
 import random
 import re
 import subprocess
@@ -78,11 +77,6 @@ def listing(folder: Path) -> dict[str, tuple[int, int, int, int]]:
     return found
 
 
-def own_memory(pid: int) -> int:
-    fields = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
-    return int(fields["RssAnon"].split()[0]) << 10
-
-
 def attack(folder: Path, seconds: float, seed: int, life: float, strangers: int = 1, admitted: int = 2) -> Result:
     """Let them attack for so long; the daemon is killed after each `life` seconds. Raises AssertionError."""
     draw, result, began = random.Random(seed), Result(), time.monotonic()
@@ -94,9 +88,8 @@ def attack(folder: Path, seconds: float, seed: int, life: float, strangers: int 
     before = listing(outside)
 
     def start() -> Daemon:
-        environ = {key: value for key, value in os.environ.items() if not key.startswith("KVCACHE_")}
         flags = {"size": "32MiB", "quarantine": 0.5, "grace": 2, "allow_uids": ADMITTED, "keep": "true"}
-        return Daemon(inside, environ, endpoint=f"ipc://{inside}/kv.sock", **flags).wait_ready()
+        return Daemon(inside, endpoint=f"ipc://{inside}/kv.sock", **flags).wait_ready()
 
     daemon = start()
     daemons = [daemon]
@@ -113,11 +106,10 @@ def attack(folder: Path, seconds: float, seed: int, life: float, strangers: int 
             while time.monotonic() < until:
                 time.sleep(1)  # between two samples of the daemon's memory and descriptors
                 assert daemon.process.poll() is None, daemon.log[-4000:]
-                result.sizes.append(own_memory(daemon.process.pid))
-                result.descriptors.append(len(os.listdir(f"/proc/{daemon.process.pid}/fd")))
+                result.sizes.append(daemon.own_bytes)
+                result.descriptors.append(daemon.descriptors)
                 if dies < until and time.monotonic() > dies:
-                    daemon.process.kill()
-                    daemon.process.wait()
+                    daemon.kill()
                     daemon = start()
                     daemons.append(daemon)
                     dies = time.monotonic() + life
@@ -132,8 +124,7 @@ def attack(folder: Path, seconds: float, seed: int, life: float, strangers: int 
         assert daemon.stop() == 0, daemon.log[-4000:]
     finally:
         for each in daemons:
-            if each.process.poll() is None:
-                each.kill()
+            each.kill()
             each.tidy()
     result.lives, result.seconds = len(daemons), time.monotonic() - began
     assert listing(outside) == before

@@ -32,7 +32,8 @@ def figures(program: str, *arguments: object) -> dict[str, Any]:
 
 @pytest.mark.parametrize("share", [0.01, pytest.param(1.0, marks=LONG)])
 def test_hostile_redis(share: float) -> None:
-    assert figures("hostile_redis.py", share)["peak_mib"] < 200
+    told = figures("hostile_redis.py", share)
+    assert told["peak_mib"] < 200 and told["log_bytes_of_a_case"] < 20_000, told
 
 
 @pytest.mark.parametrize(("cases", "seed"), [(25, 1), pytest.param(1500, 2, marks=LONG)])

@@ -24,7 +24,7 @@ from pathlib import Path
 
 from kvcache_proto.errors import Unavailable
 from kvcache_server.admin_client import AdminClient
-from kvcache_tools.bench import BURST, PAGE, RUN, SHARD_BYTES, WIDTHS, Writer, cpu_seconds, fill, size_for
+from kvcache_tools.bench import BURST, PAGE, RUN, WIDTHS, Writer, cpu_seconds, fill, size_for
 
 WRITES = 10  # runs that are written in a burst
 HERE = Path(__file__).parents[2]
@@ -34,16 +34,33 @@ Work = Callable[[Writer], Iterator[float]]
 Pair = tuple[tuple[float, float], tuple[float, float]]  # of ours and theirs: seconds waited, CPU seconds
 
 
-def room_for(blocks: int, tree: Path, env: dict[str, str]) -> list[str]:
-    """Return the options of a daemon of `tree` with room for so many blocks. It divides its region into pages, or, as
-    older ones, into extents that are cut into slots."""
-    command = [sys.executable, "-m", "kvcache_server", "serve", "--help"]
-    offered = subprocess.run(command, env=env, cwd=tree, check=True, capture_output=True, text=True).stdout
-    if "--page-size" in offered:
-        return ["--size", str(size_for(blocks)), "--page-size", str(PAGE)]
-    extent, row = 4 << 20, 128
-    size = -(-blocks // (extent // (SHARD_BYTES + row))) * extent
-    return ["--size", str(size), "--extent-size", str(extent)]
+@contextlib.contextmanager
+def daemon_of(tree: Path, folder: Path, blocks: int) -> Iterator[tuple[str, int]]:
+    """Run the daemon of a checkout with room for so many blocks; yield its endpoint and process id."""
+    endpoint = f"ipc://{folder}/kvcache.sock"
+    env = {**os.environ, "PYTHONPATH": ":".join(str(tree / part) for part in ("proto", "server", "client"))}
+    flags = [
+        "--endpoint",
+        endpoint,
+        "--lock=never",
+        "--keep=false",
+        f"--size={size_for(blocks)}",
+        f"--page-size={PAGE}",
+    ]
+    log = folder / "daemon.log"
+    with log.open("wb") as out:
+        command = [sys.executable, "-m", "kvcache_server", "serve", *flags, f"--page-size={PAGE}"]
+        daemon = subprocess.Popen(command, stdout=out, stderr=out, env=env, cwd=tree)
+    try:
+        while True:
+            assert daemon.poll() is None, log.read_text()
+            with contextlib.suppress(Unavailable), AdminClient(endpoint):
+                break
+            time.sleep(0.1)
+        yield endpoint, daemon.pid
+    finally:
+        daemon.terminate()
+        daemon.wait()
 
 
 class Side:
@@ -51,27 +68,15 @@ class Side:
 
     def __init__(self, tree: Path, folder: Path, blocks: int, stack: contextlib.ExitStack) -> None:
         folder.mkdir()
-        endpoint = f"ipc://{folder}/kvcache.sock"
-        env = {**os.environ, "PYTHONPATH": ":".join(str(tree / part) for part in ("proto", "server", "client"))}
-        flags = ["--endpoint", endpoint, "--lock", "never", *room_for(blocks, tree, env)]
-        log = stack.enter_context((folder / "daemon.log").open("wb"))
-        command = [sys.executable, "-m", "kvcache_server", "serve", "--keep=false", *flags]
-        self._daemon = subprocess.Popen(command, stdout=log, stderr=log, env=env, cwd=tree)
-        stack.callback(self._daemon.wait)
-        stack.callback(self._daemon.terminate)
-        while True:
-            assert self._daemon.poll() is None, (folder / "daemon.log").read_text()
-            with contextlib.suppress(Unavailable), AdminClient(endpoint):
-                break
-            time.sleep(0.1)  # between two knocks: who is to answer is not there yet
+        endpoint, self._pid = stack.enter_context(daemon_of(tree, folder, blocks))
         self.writer = stack.enter_context(Writer(endpoint, 0))
 
     def burst(self, work: Work, parts: int) -> tuple[float, float]:
         """Return the median of what `work` yields, in seconds, and the mean of the daemon's CPU seconds; of one part of
         so many."""
-        before = cpu_seconds(self._daemon.pid)
+        before = cpu_seconds(self._pid)
         waits = list(work(self.writer))
-        return statistics.median(waits) / parts, (cpu_seconds(self._daemon.pid) - before) / len(waits) / parts
+        return statistics.median(waits) / parts, (cpu_seconds(self._pid) - before) / len(waits) / parts
 
 
 def writes(writer: Writer) -> Iterator[float]:

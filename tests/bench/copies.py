@@ -1,6 +1,6 @@
 """Compare copies between an engine's CPU tensors and the region with a plain memcpy of the same bytes, alternating.
 
-    python tests/bench/copies.py [--fragment 65536] [--mib 512] [--rounds 9] [--json]
+    python tests/bench/copies.py [--fragment 65536] [--mib 512] [--rounds 9]
 
 The engine has as many layers as 2 MiB per block need; keys and values are separate, and each block has one fragment in
 each of them. The plain copy moves as many bytes between the same memories in one piece, on one thread per direction, as
@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import ctypes
 import hashlib
-import json
 import statistics
 import threading
 import time
@@ -20,7 +19,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from one_daemon import one_daemon
+from rig import one_daemon
 
 from kvcache_client import GroupSpec, NamespaceSpec, Session
 from kvcache_client.devices import Job, open_device
@@ -59,7 +58,9 @@ def measure(fragment: int, total: int, rounds: int) -> dict[str, dict[str, float
         reservation = namespace.reserve(hashes)
         assert len(reservation.granted) == count, reservation.refused
         assert session.region is not None
-        offsets = session.region.offsets(reservation.packed).astype(np.int64)
+        placed = session.region.place(reservation.packed, BLOCK)
+        assert placed is not None and placed.runs is None, "blocks of one size lie in one piece"
+        offsets = placed.offsets
 
         storage = np.random.default_rng(0).integers(0, 255, 2 * layers * count * fragment, np.uint8)
         caches = storage.reshape(layers, 2, count, fragment)
@@ -95,12 +96,8 @@ def main() -> None:
     parser.add_argument("--fragment", type=int, default=65536, help="bytes per fragment")
     parser.add_argument("--mib", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     figures = measure(options.fragment, options.mib << 20, options.rounds)
-    if options.json:
-        print(json.dumps(figures, indent=2))
-        return
     print(f"{options.mib} MiB in fragments of {options.fragment // 1024} KiB, medians of {options.rounds}")
     for what, row in figures.items():
         print(f"  {what}  {row['device_gbs']:5.2f} GB/s, memcpy {row['memcpy_gbs']:5.2f} GB/s: {row['ratio']:.0%}")

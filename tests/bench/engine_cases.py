@@ -148,13 +148,6 @@ def disk(folder: Path, gib: int, extra: dict[str, Any]) -> Iterator[dict[str, An
         yield more
 
 
-@contextlib.contextmanager
-def apart(folder: Path, gib: int, extra: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Ours, whose loads do not overlap with the computation."""
-    with ours(folder, gib, {**extra, "overlap": "off"}) as more:
-        yield more
-
-
 def _installed(name: str) -> Callable[[], str]:
     return lambda: "" if importlib.util.find_spec(name) else f"{name} is not installed"
 
@@ -172,7 +165,6 @@ CASES = {
             why_not=_installed("lmcache"),
         ),
         Case("ours", ours),
-        Case("apart", apart),
         Case("disk", disk),
     )
 }

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import time
 from multiprocessing.connection import Connection
 from typing import Any
+
+from rig import Child
 
 TOY = {
     "vocab_size": 4096,
@@ -18,29 +19,35 @@ TOY = {
     "max_position_embeddings": 4096,
 }
 BLOCK = 64
+STARTING = 300.0  # seconds
+
+
+def set_environment(level: str) -> None:
+    """Prepare this process for an engine that logs from this level on."""
+    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": level}
+    os.environ |= {"PYTHONHASHSEED": "0", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+
+
+def make_engine(model: str, extra: dict[str, Any] | None, **options: Any) -> Any:
+    """Return an engine without a connector (None), with one that does nothing ({}), or with ours."""
+    from vllm import LLM
+
+    ours = {"kv_connector": "KVCacheServerConnector", "kv_connector_module_path": "kvcache_client.connector"}
+    null = {"kv_connector": "NullConnector", "kv_connector_module_path": "null_connector"}
+    chosen = {**(ours if extra else null), "kv_role": "kv_both", "kv_connector_extra_config": extra}
+    common = {"dtype": "float32", "enforce_eager": True, "block_size": BLOCK, "max_model_len": 4096, "max_num_seqs": 4}
+    transfer = None if extra is None else chosen
+    return LLM(model=model, skip_tokenizer_init=True, kv_transfer_config=transfer, **common | options)
 
 
 def _serve(pipe: Connection, model: str, extra: dict[str, Any] | None, options: dict[str, Any]) -> None:
-    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
-    os.environ |= {"PYTHONHASHSEED": "0", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
-    from vllm import LLM, SamplingParams
+    set_environment("ERROR")
+    from vllm import SamplingParams
     from vllm.distributed.kv_transfer.kv_transfer_state import get_kv_transfer_group
 
-    ours = {"kv_connector": "KVCacheServerConnector", "kv_connector_module_path": "kvcache_client.connector"}
-    transfer = None if extra is None else {**ours, "kv_role": "kv_both", "kv_connector_extra_config": extra}
-    llm = LLM(
-        model=model,
-        skip_tokenizer_init=True,
-        dtype="float32",
-        enforce_eager=True,
-        block_size=BLOCK,
-        max_model_len=4096,
-        max_num_seqs=4,
-        kv_transfer_config=transfer,
-        **options,
-    )
+    llm = make_engine(model, extra, **options)
     engine, throttle = llm.llm_engine, [0.0]
-    connector = None if extra is None else engine.engine_core.engine_core.scheduler.connector._scheduler
+    connector = engine.engine_core.engine_core.scheduler.connector._scheduler if extra else None
     if connector is not None:
         worker = get_kv_transfer_group()._worker
         copy = worker._device._loader._copy
@@ -53,11 +60,16 @@ def _serve(pipe: Connection, model: str, extra: dict[str, Any] | None, options: 
     pipe.send(True)
     number = 0
     while (order := pipe.recv()) is not None:
+        greedy = SamplingParams(temperature=0.0, max_tokens=order["tokens"], ignore_eos=True, detokenize=False)
+        if "batch" in order:
+            begin = time.perf_counter()
+            llm.generate([{"prompt_token_ids": prompt} for prompt in order["batch"]], greedy, use_tqdm=False)
+            pipe.send(time.perf_counter() - begin)
+            continue
         throttle[0] = order["throttle"]
         while order["reset"] and not engine.reset_prefix_cache():
             time.sleep(0.01)
         number += 1
-        greedy = SamplingParams(temperature=0.0, max_tokens=order["tokens"], ignore_eos=True, detokenize=False)
         begin = time.perf_counter()
         engine.add_request(f"r{number}", {"prompt_token_ids": order["prompt"]}, greedy)
         first, outputs = 0.0, []
@@ -74,19 +86,17 @@ def _serve(pipe: Connection, model: str, extra: dict[str, Any] | None, options: 
 
 
 class Engines:
-    """Engines by name, with the settings of their connector; None: without a connector."""
+    """Engines by name, with the settings of their connector; see `make_engine`."""
 
     def __init__(self, model: str, variants: dict[str, dict[str, Any] | None], **options: Any) -> None:
         """`options` are vLLM's engine arguments."""
-        spawn = multiprocessing.get_context("spawn")
-        self.pipes: dict[str, Connection] = {}
-        self._processes = []
-        for name, extra in variants.items():
-            self.pipes[name], theirs = spawn.Pipe()
-            self._processes.append(spawn.Process(target=_serve, args=(theirs, model, extra, options), daemon=True))
-            self._processes[-1].start()
-            theirs.close()  # so that an engine that dies is an end of file here
-            self.pipes[name].recv()
+        self._children = {name: Child(_serve, model, extra, options) for name, extra in variants.items()}
+        for child in self._children.values():
+            child.hear(STARTING)
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._children)
 
     def ask(
         self, name: str, prompt: list[int], tokens: int = 1, reset: bool = False, throttle: float = 0.0
@@ -95,13 +105,18 @@ class Engines:
 
         With `reset`, the engine's own prefix cache is emptied first. Each load takes `throttle` seconds longer.
         """
-        self.pipes[name].send({"prompt": prompt, "tokens": tokens, "reset": reset, "throttle": throttle})
-        answer: dict[str, Any] = self.pipes[name].recv()
+        self._children[name].pipe.send({"prompt": prompt, "tokens": tokens, "reset": reset, "throttle": throttle})
+        answer: dict[str, Any] = self._children[name].pipe.recv()
         return answer
 
+    def answer_batch(self, name: str, prompts: list[list[int]], tokens: int) -> float:
+        """Return the seconds that the engine needs for all prompts together."""
+        self._children[name].pipe.send({"batch": prompts, "tokens": tokens})
+        return float(self._children[name].pipe.recv())
+
     def close(self) -> None:
-        for pipe in self.pipes.values():
-            pipe.send(None)
-        for process in self._processes:
-            process.join(20)
-            process.kill()
+        for child in self._children.values():
+            child.pipe.send(None)
+        for child in self._children.values():
+            child.process.join(20)
+            child.end()

@@ -107,11 +107,7 @@ class Engine:
 
         self._number += 1
         greedy = SamplingParams(
-            temperature=0.0,
-            max_tokens=tokens,
-            ignore_eos=True,
-            detokenize=False,
-            output_kind=RequestOutputKind.DELTA,
+            temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False, output_kind=RequestOutputKind.DELTA
         )
         answer: list[int] = []
         times: list[float] = []

@@ -1,6 +1,6 @@
 """Compare real vLLM engines on a GPU: without offload, with each installed alternative, and with our connector.
 
-    python tests/bench/engines.py [--cases none,native,simple,lmcache,ours] [--parts small,large,overlap,start,two]
+    python tests/bench/engines.py [--cases none,native,simple,lmcache,ours] [--parts small,large,overlap,two]
 
 The model is a Llama with 8 billion random weights in bfloat16. The parts:
 
@@ -8,7 +8,6 @@ small   an engine whose KV cache is smaller than the prompts together, so that h
 large   an engine with all memory of the GPU: decoding beside long prompts, and requests at a fixed rate
 overlap an engine with nothing else to do: a prompt of which the tier has most, beside its load and its rest alone
 below   the case `disk`: prompts that come from a disk below the region
-start   only our connector: an engine that starts beside a large region
 two     only our connector: two engines on one GPU, in float32, so that their answers can be compared for equality
 """
 
@@ -18,10 +17,10 @@ import argparse
 import json
 import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -98,11 +97,9 @@ def share_cached(answer: dict[str, Any], tokens: int) -> list[float]:
 
 def small(call: Call, tier: bool, sizes: Sizes) -> Figures:
     """Prompts that the KV cache does not hold together."""
-    found: Figures = {}
+    found: Figures = defaultdict(list)
     call("run", requests=prompts("warm", 2, sizes.prompt, 4))
     call("run", requests=prompts("warm", 2, sizes.prompt, 4))
-    found["prompt cold, ms"], found["prompt on the device, ms"], found["prompt from the tier, ms"] = [], [], []
-    found["of it cached, %"] = []
     for turn in range(sizes.rounds):
         asked = prompts(f"single {turn}", 8, sizes.prompt)
         found["prompt cold, ms"] += ms(call("run", requests=asked, at_once=1))
@@ -119,7 +116,7 @@ def small(call: Call, tier: bool, sizes: Sizes) -> Figures:
         for _ in range(3):
             call("forget")
             eight.append(call("run", requests=asked)["seconds"] * 1e3)
-        found.setdefault("eight at once, ms", []).extend(eight)
+        found["eight at once, ms"] += eight
     if sizes.brief:
         return found
     ten = prompts("ten", 10, sizes.long)
@@ -146,7 +143,7 @@ def small(call: Call, tier: bool, sizes: Sizes) -> Figures:
 
 def overlap(call: Call, tier: bool, sizes: Sizes) -> Figures:
     """Prompts one by one: first a hit with hardly any rest, then the same with a long rest."""
-    found: Figures = {}
+    found: Figures = defaultdict(list)
     call("run", requests=prompts("warm", 2, sizes.prompt, 4))
 
     def ask(head: str, tail: str, rest: int) -> list[float]:
@@ -164,7 +161,7 @@ def overlap(call: Call, tier: bool, sizes: Sizes) -> Figures:
             slower = max(figures["its rest alone, ms"] + figures["its load alone, ms"])
             figures["load and rest by the slower of both"] = [figures["load and rest, ms"][0] / slower]
         for name, values in figures.items() if turn >= 0 else ():
-            found.setdefault(name, []).extend(values)
+            found[name] += values
     return found
 
 
@@ -172,7 +169,7 @@ def below(call: Call, tier: bool, sizes: Sizes) -> Figures:
     """More prompts than the region holds, one by one: computed, found in memory, and found on the disk below."""
     call("run", requests=prompts("warm", 4, sizes.prompt, 4), at_once=1)
     asked = prompts("below", sizes.hits, sizes.prompt)
-    found: Figures = {"cold, ms": [], "from memory, ms": [], "from the disk, ms": [], "of it cached, %": []}
+    found: Figures = defaultdict(list)
     for row in asked:
         found["cold, ms"] += ms(call("run", requests=[row]))
         call("wait", seconds=0.3)
@@ -201,7 +198,7 @@ def served(name: str, answer: dict[str, Any], tokens: int) -> Figures:
 
 def large(call: Call, tier: bool, sizes: Sizes) -> Figures:
     """All the GPU's memory: prompts are saved, and hardly any comes back."""
-    found: Figures = {}
+    found: Figures = defaultdict(list)
     call("run", requests=prompts("warm", 2, sizes.prompt, 4))
     decoders = prompts("decoder", sizes.decoders, sizes.short, sizes.decode)
     call("run", requests=prompts("warm decoder", sizes.decoders, sizes.short, 20))
@@ -209,22 +206,14 @@ def large(call: Call, tier: bool, sizes: Sizes) -> Figures:
         alone = call(
             "run", requests=[{**row, "prompt": [[f"alone {turn} {i}", sizes.short]]} for i, row in enumerate(decoders)]
         )
-        found.setdefault("decode of 32 alone, TPOT, ms", []).extend(ms(alone, "tpot"))
-        found.setdefault("decode of 32 alone, step, ms", []).extend(g * 1e3 for g in alone["requests"][0]["gaps"][50:])
+        found["decode of 32 alone, TPOT, ms"] += ms(alone, "tpot")
+        found["decode of 32 alone, step, ms"] += [g * 1e3 for g in alone["requests"][0]["gaps"][50:]]
         beside = [{**row, "prompt": [[f"beside {turn} {i}", sizes.short]]} for i, row in enumerate(decoders)]
         long = [{**row, "at": 1.0 + row["at"]} for row in prompts(f"long {turn}", 8, sizes.prompt, 1, 0.5)]
         both = call("run", requests=beside + long)
         rows = both["requests"]
-        found.setdefault("decode of 32 beside prompts, TPOT, ms", []).extend(
-            r["tpot"] * 1e3 for r in rows[: len(beside)]
-        )
-        found.setdefault("prompts beside decodes, ms", []).extend(r["ttft"] * 1e3 for r in rows[len(beside) :])
-        gaps = [gap * 1e3 for gap in rows[0]["gaps"]]
-        usual = statistics.median(gaps)
-        after = [
-            gap for i, gap in enumerate(gaps) if gap < 3 * usual and max(gaps[max(0, i - 4) : i], default=0) > 3 * usual
-        ]
-        found.setdefault("the four steps after a prompt, ms", []).extend(after)
+        found["decode of 32 beside prompts, TPOT, ms"] += [r["tpot"] * 1e3 for r in rows[: len(beside)]]
+        found["prompts beside decodes, ms"] += [r["ttft"] * 1e3 for r in rows[len(beside) :]]
     cold = call("run", requests=prompts("cold", 12, sizes.prompt), at_once=1)
     found["prompts in a row, cold, ms"] = ms(cold)
     asked = prompts("open", sizes.open_requests, sizes.prompt, sizes.open_answer, 1 / sizes.rate)
@@ -234,14 +223,6 @@ def large(call: Call, tier: bool, sizes: Sizes) -> Figures:
 
 def quantile(values: list[float], q: float) -> float:
     return sorted(values)[min(len(values) - 1, int(q * len(values)))]
-
-
-def gpu_mib() -> float:
-    command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
-    try:
-        return float(subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[0])
-    except (OSError, subprocess.CalledProcessError, ValueError):
-        return 0.0
 
 
 class Bench:
@@ -271,12 +252,7 @@ class Bench:
         if self.options.toy:
             return self.small_cache()
         graphs = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64]}
-        return {
-            "gpu_memory_utilization": 0.92,
-            "max_num_seqs": 64,
-            "compilation_config": graphs,
-            **self.options.large,
-        }
+        return {"gpu_memory_utilization": 0.92, "max_num_seqs": 64, "compilation_config": graphs, **self.options.large}
 
     def measure(self, case: Case, part: str) -> Figures:
         tests = {
@@ -291,62 +267,11 @@ class Bench:
             served_after = time.monotonic() - begin
             engine = start_engine(f"{case.name}-{part}", self.folder, ENVIRONMENT | case.environment)
             try:
-                idle = gpu_mib()
                 started = engine.call("start", **self.arguments(**cache, **more))
                 found: Figures = {"engine start, s": [started["seconds"]], "server start, s": [served_after]}
                 found |= test(engine.call, case.tier, self.sizes)
-                found["device memory, MiB"] = [gpu_mib() - idle]
             finally:
                 engine.close()
-        return found
-
-    def start(self, gib: int) -> Figures:
-        """What an engine meets that starts beside a full region of `gib`."""
-        sizes, case, found = self.sizes, CASES["ours"], {}
-        asked = prompts("kept", 8, sizes.prompt)
-        bare = start_engine("start-bare", self.folder, ENVIRONMENT)
-        try:
-            idle = gpu_mib()
-            found["engine start, none, s"] = [bare.call("start", **self.arguments(**self.large_cache()))["seconds"]]
-            found["device memory, none, MiB"] = [gpu_mib() - idle]
-        finally:
-            bare.close()
-        with case.serve(self.folder, gib, self.options.extra) as more:
-            for turn in range(2):
-                engine = start_engine(f"start-{turn}", self.folder, ENVIRONMENT)
-                try:
-                    idle = gpu_mib()
-                    started = engine.call("start", **self.arguments(**self.large_cache(), **more))
-                    found.setdefault("engine start, s", []).append(started["seconds"])
-                    if not turn:
-                        engine.call("run", requests=asked, at_once=1)
-                        engine.call("wait", seconds=10.0)  # until all is page-locked
-                        found["device memory, MiB"] = [gpu_mib() - idle]
-                        continue
-                    # Kernels are loaded when first used: those of a hit's last tokens, by a hit on the device.
-                    for end in "ab":
-                        prompt = [["kernels", sizes.prompt - 128], [f"kernels {end}", 128]]
-                        engine.call("run", requests=[{"prompt": prompt, "tokens": 2}])
-                    decoder = prompts("decoder", 1, sizes.short, 3 * sizes.decode)
-                    hits = [{**row, "at": 0.3 * i} for i, row in enumerate(asked)]
-                    rows = engine.call("run", requests=decoder + hits)["requests"]
-                    found["the first hit, ms"] = [rows[1]["ttft"] * 1e3]
-                    found["hits right after start, ms"] = [row["ttft"] * 1e3 for row in rows[1:]]
-                    found["of them cached, %"] = [100 * row["cached"] / sizes.prompt for row in rows[1:]]
-                    gaps = [gap * 1e3 for gap in rows[0]["gaps"]]
-                    engine.call("wait", seconds=3.0)
-                    engine.call("forget")
-                    steady = engine.call(
-                        "run", requests=prompts("other decoder", 1, sizes.short, 3 * sizes.decode) + hits
-                    )["requests"]
-                    found["the first hit later, ms"] = [steady[1]["ttft"] * 1e3]
-                    found["hits later, ms"] = [row["ttft"] * 1e3 for row in steady[1:]]
-                    later = [gap * 1e3 for gap in steady[0]["gaps"]]
-                    for name, steps in (("right after start", gaps), ("later", later)):
-                        found[f"step {name}, ms"] = steps
-                        found[f"step {name}, P99, ms"] = [quantile(steps, 0.99)]
-                finally:
-                    engine.close()
         return found
 
     def two(self) -> Figures:
@@ -375,13 +300,8 @@ class Bench:
 
     def run(self) -> None:
         for part in self.options.parts:
-            if part in ("start", "two"):
-                self.note(
-                    part,
-                    "ours",
-                    self.start if part == "start" else self.two,
-                    *([self.options.start_gib] if part == "start" else []),
-                )
+            if part == "two":
+                self.note(part, "ours", self.two)
                 continue
             for name in self.options.cases:
                 case = CASES[name]
@@ -421,11 +341,10 @@ def table(part: str, cases: dict[str, Figures]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--cases", type=lambda text: text.split(","), default=[name for name in CASES if name not in ("apart", "disk")]
+        "--cases", type=lambda text: text.split(","), default=[name for name in CASES if name != "disk"]
     )
-    parser.add_argument("--parts", type=lambda text: text.split(","), default=["small", "large", "start", "two"])
+    parser.add_argument("--parts", type=lambda text: text.split(","), default=["small", "large", "two"])
     parser.add_argument("--gib", type=int, default=48, help="host memory for each case")
-    parser.add_argument("--start-gib", type=int, default=64, help="size of the region in `start`")
     parser.add_argument("--extra", type=json.loads, default={}, help="JSON: settings of our connector")
     parser.add_argument("--engine", type=json.loads, default={}, help="JSON: arguments of every engine")
     parser.add_argument("--config", type=json.loads, default={}, help="JSON: what differs in the model's configuration")

@@ -1,6 +1,6 @@
 """Measure what an engine that streams prompts used only once costs the hit ratio of another engine, on a real daemon.
 
-    python tests/bench/fairness.py [--trace mooncake.jsonl] [--blocks 20000] [--json]
+    python tests/bench/fairness.py [--trace mooncake.jsonl] [--blocks 20000]
 
 Engine A replays conversations: turns with Zipf-distributed system prompts, or a trace in Mooncake's format
 (`hash_ids`). Engine B stores as many new blocks as A requests, and never requests one again. The hits of A are counted
@@ -19,10 +19,9 @@ from collections import OrderedDict
 from contextlib import ExitStack
 from pathlib import Path
 
-from one_daemon import one_daemon
+from rig import one_daemon, save
 
 from kvcache_client import GroupSpec, Namespace, NamespaceSpec, Session
-from kvcache_proto.types import MAX_BLOCKS
 from kvcache_tools.bench import PAGE, size_for
 
 SLOT = 4096
@@ -68,10 +67,8 @@ def traced(path: str, requests: int) -> list[list[bytes]]:
 def store(namespace: Namespace, prompt: list[bytes]) -> int:
     """Do what an engine does with a prompt: look it up, store the rest; return the hits."""
     with namespace.acquire(prompt) as lease:
-        hits = lease.hits
-        for at in range(hits, len(prompt), MAX_BLOCKS):
-            namespace.reserve(prompt[at : at + MAX_BLOCKS], parent=prompt[at - 1] if at else None).commit()
-    return hits
+        save(namespace, prompt, lease.hits)
+        return lease.hits
 
 
 def ratio(prompts: list[list[bytes]], blocks: int, beside: NamespaceSpec | None) -> float:
@@ -116,16 +113,12 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, default=20_000, help="blocks of A that the pool holds")
     parser.add_argument("--requests", type=int, default=4_000)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     prompts = (
         traced(options.trace, options.requests) if options.trace else conversations(options.seed, options.requests)
     )
     figures = {name: ratio(prompts, options.blocks, beside) for name, beside in BESIDE.items()}
     lru = {"alone": plain_lru(prompts, options.blocks, False), "beside B": plain_lru(prompts, options.blocks, True)}
-    if options.json:
-        print(json.dumps({"daemon": figures, "plain_lru": lru}, indent=2))
-        return
     print(f"A's hit ratio, {len(prompts):,} prompts, {options.blocks:,} blocks")
     for name, value in figures.items():
         print(f"  {name:<38}{value:7.1%}   {value / figures['alone']:6.1%} of alone")

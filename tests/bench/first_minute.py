@@ -19,11 +19,12 @@ import shutil
 import statistics
 import tempfile
 import time
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 from engine_cases import CASES, start_engine
-from engines import ENVIRONMENT, LLAMA, Figures, Sizes, ms, prompts, table
+from engines import ENVIRONMENT, LLAMA, TOY, Figures, Sizes, ms, prompts, table
 
 from kvcache_tools.daemon_process import Failed
 
@@ -61,24 +62,24 @@ def write_weights(folder: Path, config: dict[str, Any]) -> None:
 def decode(call: Any, sizes: Sizes, turn: int, found: Figures) -> None:
     rows = call("run", requests=prompts(f"decoder {turn}", 32, 512, 200))["requests"]
     gaps = [gap * 1e3 for gap in rows[0]["gaps"]]
-    found.setdefault("decode of 32, step, ms", []).append(statistics.median(gaps))
-    found.setdefault("decode of 32, TPOT, ms", []).append(statistics.median(ms({"requests": rows}, "tpot")))
+    found["decode of 32, step, ms"].append(statistics.median(gaps))
+    found["decode of 32, TPOT, ms"].append(statistics.median(ms({"requests": rows}, "tpot")))
 
 
 def eight(call: Any, sizes: Sizes, turn: int, found: Figures) -> None:
     seconds = call("run", requests=prompts(f"eight {turn}", 8, sizes.prompt))["seconds"]
-    found.setdefault("eight new at once, ms", []).append(seconds * 1e3)
+    found["eight new at once, ms"].append(seconds * 1e3)
 
 
 def cold(call: Any, sizes: Sizes, turn: int, found: Figures) -> None:
     asked = prompts(f"cold {turn}", 4, sizes.prompt)
-    found.setdefault("new prompts in a row, ms", []).extend(ms(call("run", requests=asked, at_once=1)))
+    found["new prompts in a row, ms"] += ms(call("run", requests=asked, at_once=1))
     for row in asked:
-        found.setdefault("from the device, ms", []).extend(ms(call("run", requests=[row])))
+        found["from the device, ms"] += ms(call("run", requests=[row]))
 
 
 def measure(case: str, pages: str, options: argparse.Namespace, folder: Path, turn: int) -> Figures:
-    sizes, found = Sizes(options.toy), {}
+    sizes, found = Sizes(options.toy), defaultdict[str, list[float]](list)
     os.environ["KVCACHE_HUGE_PAGES"] = "always" if pages == "huge" else "never"
     with CASES[case].serve(folder, options.gib, options.extra) as more:
         engine = start_engine(f"{case}-{pages}-{turn}", folder, ENVIRONMENT | CASES[case].environment)
@@ -123,8 +124,6 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="kv", dir="/tmp") as name:
         folder = Path(name)
         (folder / "model").mkdir()
-        from engines import TOY
-
         config = TOY if options.toy else LLAMA
         (folder / "model" / "config.json").write_text(json.dumps(config))
         if options.weights == "disk":

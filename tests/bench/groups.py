@@ -11,12 +11,12 @@ import hashlib
 import statistics
 import time
 
-from one_daemon import one_daemon
+from rig import one_daemon
 
 from kvcache_client import Session
 from kvcache_client.session.namespace import Namespace
 from kvcache_proto.messages import Run
-from kvcache_proto.types import TAIL, GroupSpec, NamespaceSpec
+from kvcache_proto.types import MAX_BLOCKS, TAIL, GroupSpec, NamespaceSpec
 
 WIDTHS = (64, 1024)
 FULL_GROUP = GroupSpec(16, 4096)
@@ -28,13 +28,15 @@ KINDS = {
 
 
 def store(namespace: Namespace, groups: tuple[GroupSpec, ...], hashes: list[bytes]) -> None:
-    runs = [Run(hashes, None)]
+    runs = [
+        Run(hashes[at : at + MAX_BLOCKS], hashes[at - 1] if at else None) for at in range(0, len(hashes), MAX_BLOCKS)
+    ]
     for number, group in enumerate(groups[1:], 1):
-        for width in WIDTHS:
-            runs.append(Run(hashes[width - group.reach : width], None, number))
-    reservation = namespace.reserve_runs_later(runs).wait(10)
-    assert reservation is not None and not reservation.refused
-    reservation.commit()
+        runs += [Run(hashes[width - group.reach : width], None, number) for width in WIDTHS]
+    for run in runs:
+        reservation = namespace.reserve_runs_later([run]).wait(10)
+        assert reservation is not None and not reservation.refused
+        reservation.commit()
 
 
 def main() -> None:

@@ -1,16 +1,15 @@
 """kill -9 an engine whose saves are queued on the device, and find when the last byte of the region changes.
 
-    python tests/bench/kill_instant.py [--device cuda|cpu] [--repeats 5] [--mib 1024] [--delay 1.0] [--json FILE]
+    python tests/bench/kill_instant.py [--device cuda|cpu] [--repeats 5] [--mib 1024] [--delay 1.0]
 
-There is a real daemon, a victim (kill_victim.py) with a real session and device, whose saves wait behind a kernel of
-`delay` seconds, and an observer (kill_observer.py) that fills the slots with a pattern and reads one word per fragment
-again and again. The victim is killed in three situations: while the kernel runs; during the copy, as soon as a word has
-changed; and the same during the first of several jobs.
+There is a real daemon, a victim with a real session and device, whose saves wait behind a kernel of `delay` seconds,
+and an observer that fills the slots with a pattern and reads one word per fragment again and again. The victim is
+killed in three situations: while the kernel runs; during the copy, as soon as a word has changed; and the same during
+the first of several jobs. On a CPU, copies to other memory replace the kernel.
 
 Reported relative to the kill: the end of a socket that the victim opened immediately after its handshake connection;
-the daemon's log line that the session has ended, when the quarantine begins; the end of the session file's lock; and
-the end of the process. Each event lies between two observations, and the later one is reported; if one event is
-reported after another, it was certainly later. On a CPU, copies to other memory replace the kernel.
+the daemon's log line that the session has ended, when the quarantine begins; the end of a lock like that of the session
+file; and the end of the process. Each event lies between two observations, and the later one is reported.
 """
 
 from __future__ import annotations
@@ -18,194 +17,245 @@ from __future__ import annotations
 import argparse
 import contextlib
 import fcntl
-import importlib.util
-import json
+import hashlib
+import mmap
 import os
-import select
-import shutil
 import signal
 import socket
 import statistics
-import subprocess
-import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import msgspec
-from kill_observer import SLOT, clock
+import numpy as np
+from rig import Child, Daemon, one_daemon
 
-from kvcache_proto.errors import KVCacheError
-from kvcache_server.admin_client import AdminClient
+from kvcache_client import GroupSpec, NamespaceSpec, Session
+from kvcache_client.devices import Device, Job, open_device
+from kvcache_client.devices.layout import block_fragments, runs
+from kvcache_client.devices.self_test import check_copies
+from kvcache_client.worker.kv_layout import describe_tensor
 from kvcache_server.config import Config
 
-GIB = 1 << 30
+LAYERS, FRAGMENT = 64, 64 << 10  # keys and values apart
+SLOT = 2 * LAYERS * FRAGMENT
+PATTERN, SAVED = 0x11, 0x81  # every byte of the slots before; of the first job's blocks, the next job's is one more
 RUNNING, AMID, SEVERAL = PHASES = ("kernel running", "amid the copy", "amid several")
-ENDS = {"door": "the door's end", "notice": "the daemon's word", "lock": "the lock's end", "process": "waitpid"}
-WITHOUT_UVLOOP = "import asyncio, sys; sys.modules['uvloop'] = asyncio; from kvcache_server.cli import main; main()"
+ENDS = {"socket": "the socket's end", "notice": "the daemon's notice", "lock": "the lock's end", "process": "waitpid"}
+Seen = tuple[int, int]  # an observation before an event, and one after it, in nanoseconds
+
+clock = time.monotonic_ns  # CLOCK_MONOTONIC, the same in every process
 
 
-class Trouble(Exception):
-    """What did not come, and from whom."""
+# The victim.
 
 
-class Child:
-    """A process that speaks JSON, a line a message."""
+class Cuda:
+    """Work that the saves wait for, on the stream that computes."""
 
-    def __init__(self, role: str, *arguments: str) -> None:
-        self.role = role
-        command = [sys.executable, str(Path(__file__).with_name(f"kill_{role}.py")), *arguments]
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        assert self.process.stdin and self.process.stdout
-        self.stdin, self.stdout = self.process.stdin, self.process.stdout.fileno()
-        os.set_blocking(self.stdout, False)
-        self.heard = b""
+    def __init__(self) -> None:
+        import torch
 
-    def tell(self, **what: Any) -> None:
-        self.stdin.write(json.dumps(what).encode() + b"\n")
-        self.stdin.flush()
+        self.cuda = torch.cuda
+        torch.zeros(1, device="cuda")  # makes the context
+        torch.cuda._sleep(20_000_000)
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        torch.cuda._sleep(200_000_000)
+        end.record()
+        end.synchronize()
+        self.cycles_a_second = 200_000_000 / (begin.elapsed_time(end) / 1000)
 
-    def listen(self) -> dict[str, Any] | None:
-        """Return the next message, None as long as there is none. Never waits."""
-        with contextlib.suppress(BlockingIOError):
-            self.heard += os.read(self.stdout, 1 << 20)
-        if b"\n" not in self.heard:
-            return None
-        line, self.heard = self.heard.split(b"\n", 1)
-        found: dict[str, Any] = json.loads(line)
-        return found
+    def prepare(self, device: Device, blocks: Any) -> None:
+        self.cuda.synchronize()
 
-    def hear(self, seconds: float, what: str) -> dict[str, Any]:
-        until = time.monotonic() + seconds
-        while time.monotonic() < until:
-            found = self.listen()
-            if found is not None:
-                return found
-            if self.process.poll() is not None:
-                raise Trouble(f"the {self.role} ended with {self.process.returncode} where it was {what}")
-            select.select([self.stdout], [], [], 0.05)
-        raise Trouble(f"the {self.role} was still {what} after {seconds:.0f} s")
-
-    def is_dead(self) -> bool:
-        """Whether waitpid returns; `Popen` takes the status later."""
-        return os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
-
-    def end(self) -> None:
-        if self.process.poll() is None:
-            self.process.kill()
-        self.process.wait()
-        with contextlib.suppress(BrokenPipeError):
-            self.stdin.close()
+    def delay(self, seconds: float) -> None:
+        self.cuda._sleep(int(seconds * self.cycles_a_second))
 
 
-class Daemon:
-    """A real one, whose log the parent reads as it is written."""
+class Cpu:
+    """Copies into memory that nobody looks at."""
 
-    def __init__(self, folder: str, region_dir: str, size: int) -> None:
-        self.endpoint = f"ipc://{folder}/kv.sock"
-        start = ["-m", "kvcache_server"] if importlib.util.find_spec("uvloop") else ["-c", WITHOUT_UVLOOP]
-        flags = {"keep": "false", "endpoint": self.endpoint, "size": size, "region-dir": region_dir}
-        command = [
-            sys.executable,
-            *start,
-            "serve",
-            "--keep=false",
-            *(f"--{name}={value}" for name, value in flags.items()),
-        ]
-        self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-        assert self.process.stderr
-        self.stderr = self.process.stderr.fileno()
-        os.set_blocking(self.stderr, False)
-        self.log = b""
+    def prepare(self, device: Device, blocks: Any) -> None:
+        self.device, self.blocks = device, blocks
+        self.buffer = memoryview(mmap.mmap(-1, len(blocks) * SLOT))
+        array = np.frombuffer(self.buffer, np.uint8)
+        self.address, self.bytes = int(array.ctypes.data), len(array)
+        for _ in range(2):  # the first makes the pages
+            begin = time.monotonic()
+            self.copy()
+            assert device.drain(60)
+            self.seconds = time.monotonic() - begin
 
-    def said(self, what: str) -> bool:
-        with contextlib.suppress(BlockingIOError):
-            self.log += os.read(self.stderr, 1 << 16)
-        return what.encode() in self.log
+    def copy(self) -> None:
+        self.device.save(Job(self, self.blocks, np.arange(len(self.blocks)) * SLOT, lambda job: None))
 
-    def wait_ready(self, seconds: float) -> None:
-        until = time.monotonic() + seconds
-        while not self.said(" ready at "):
-            if self.process.poll() is not None or time.monotonic() > until:
-                raise Trouble(f"the daemon is not ready:\n{self.log.decode()}")
-            time.sleep(0.02)
+    def delay(self, seconds: float) -> None:
+        for _ in range(round(seconds / self.seconds)):
+            self.copy()
 
-    def status(self) -> dict[str, Any]:
-        with AdminClient(self.endpoint, "kill") as admin:
-            found: dict[str, Any] = msgspec.to_builtins(admin.status())
-            return found
 
-    def end(self) -> None:
-        if self.process.poll() is None:
-            self.process.terminate()
-            try:
-                self.process.wait(20)
-            except subprocess.TimeoutExpired:
-                self.process.kill()
-                self.process.wait()
+def reserve(session: Session, name: str, count: int) -> Any:
+    """Return where in the region the slots are. Waits for room: the slots of victims before are in quarantine."""
+    namespace = session.attach(NamespaceSpec("kill", (GroupSpec(16, SLOT),)), (0,))
+    hashes = [hashlib.sha256(f"{name} {number}".encode()).digest() for number in range(count)]
+    until = time.monotonic() + 30
+    while True:
+        reservation = namespace.reserve(hashes)
+        if len(reservation.granted) == count:
+            assert all(len(slot.views()) == 1 for slot in reservation.slots), "blocks of one size lie in one piece"
+            return np.array([slot.ref.offset for slot in reservation.slots], np.int64)
+        reservation.abort()
+        assert time.monotonic() < until, f"{len(reservation.granted)} slots: {set(reservation.refused.values())}"
+        time.sleep(0.1)
+
+
+def be_victim(pipe: Connection, kind: str) -> None:
+    """Queue saves, and settle none. Says when all is imported, when all is ready, and when all is queued."""
+    import torch
+
+    pipe.send("imported")
+    order = pipe.recv()
+    rig = Cuda() if kind == "cuda" else Cpu()  # an engine connects when its model is on the device
+    session = Session.connect(order["endpoint"], engine=order["name"], deadline=5.0, connect_timeout=10.0)
+    twin = socket.socket(socket.AF_UNIX)
+    twin.connect(order["twin"])
+    lock = os.open(order["lock"], os.O_RDWR | os.O_CREAT, 0o600)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    count, jobs = order["slots"], order["jobs"]
+    tensors = [torch.empty(2, count * jobs, FRAGMENT, dtype=torch.uint8, device=kind) for _ in range(LAYERS)]
+    for tensor in tensors:
+        for job in range(jobs):
+            tensor[:, job * count : (job + 1) * count].fill_(SAVED + job)
+    places = runs(block_fragments(map(describe_tensor, tensors), count * jobs, SLOT))
+    device = open_device(kind, places, count * jobs, tensors)
+    check_copies(device, places, count * jobs)
+    connection, region = session.daemon.connection, session.region
+    assert connection is not None and region is not None
+    session.on_region(device.register)
+    offsets = reserve(session, order["name"], count)
+    until = time.monotonic() + 30
+    while not device.registered()[0] and time.monotonic() < until:
+        time.sleep(0.001)
+    blocks = np.random.default_rng(0).permutation(count).astype(np.int64)
+    rig.prepare(device, blocks)
+    pipe.send((connection.door.welcome.session, offsets, device.registered()[1]))
+    pipe.recv()
+    rig.delay(order["delay"])
+    for job in range(jobs):
+        device.save(Job(region, blocks + job * count, offsets, lambda job: None))
+    pipe.send(clock())
+    pipe.recv()  # which never comes
+
+
+# The observer.
+
+
+def be_observer(pipe: Connection) -> None:
+    """For each order, fill the slots, watch them until there is another message, and report."""
+    words: Any = None
+    while True:
+        region, offsets, jobs, pid = pipe.recv()
+        if words is None:
+            with open(region, "r+b") as file:
+                words = np.frombuffer(mmap.mmap(file.fileno(), 0), np.uint64)
+        slots = [words[at // 8 : (at + SLOT) // 8].view(np.uint8) for at in offsets]
+        for slot in slots:
+            slot[:] = PATTERN
+        seen = watch(words, offsets, pipe, pid)
+        known = [PATTERN, *(SAVED + job for job in range(jobs))]
+        pipe.send(seen | {"foreign": sum(SLOT - int(np.isin(slot, known).sum()) for slot in slots)})
+
+
+def watch(words: Any, offsets: Any, pipe: Connection, pid: int) -> dict[str, Any]:
+    """Return the first and the last change. As soon as anything changes, kill the process `pid`, if it is not 0."""
+    begins = (np.array(offsets)[:, None] + np.arange(0, SLOT, FRAGMENT)).ravel() // 8
+    # Anywhere in a fragment is as good, and words at one place in each would fall on few sets of the CPU's caches.
+    index = begins + np.random.default_rng(0).integers(0, FRAGMENT // 8, len(begins))
+    before, after = np.empty(len(index), np.uint64), np.empty(len(index), np.uint64)
+    for _ in range(2):  # the first one meets the pages
+        low = clock()
+        words.take(index, out=before, mode="clip")
+    seen: dict[str, Any] = {"first": None, "last": None, "killed": 0}
+    passes = longest = 0
+    pristine = before.copy()
+    pipe.send("watching")
+    while passes % 16 or not pipe.poll():
+        start = clock()
+        words.take(index, out=after, mode="clip")
+        end = clock()
+        if not np.array_equal(after, before):
+            seen["last"] = (low, end)
+            if seen["first"] is None:
+                seen["first"] = (low, end)
+                if pid:
+                    seen["killed"] = clock()
+                    os.kill(pid, signal.SIGKILL)
+            before, after = after, before
+        longest = max(longest, end - low) if passes else 0
+        low = start
+        passes += 1
+    pipe.recv()
+    return seen | {"gap_ms": longest / 1e6, "changed": float(np.mean(before != pristine))}
+
+
+# The trials.
+
+
+def is_dead(victim: Child) -> bool:
+    """Whether waitpid returns; `multiprocessing` takes the status later."""
+    return os.waitid(os.P_PID, victim.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 
 class Trials:
-    """One after the other: a victim a trial, one daemon and one observer for all."""
+    """One after the other: a victim per trial, one daemon and one observer for all."""
 
-    def __init__(self, options: argparse.Namespace, folder: str, daemon: Daemon, observer: Child) -> None:
-        self.options, self.folder, self.daemon, self.observer = options, folder, daemon, observer
-        self.slots = max(4, (options.mib << 20) // SLOT)
-        self.region = daemon.status()["daemon"]["region"]
+    def __init__(self, options: argparse.Namespace, daemon: Daemon, observer: Child) -> None:
+        self.options, self.daemon, self.observer = options, daemon, observer
         self.listener = socket.socket(socket.AF_UNIX)
-        self.listener.bind(f"{folder}/twin")
+        self.listener.bind(str(daemon.folder / "twin"))
         self.listener.listen()
         self.listener.settimeout(30)
 
     def run(self, phase: str, number: int, victim: Child) -> dict[str, Any]:
-        """Return what was seen of one kill; instants are seconds since it, [earliest, latest]. Raises Trouble."""
+        """Return what was seen of one kill; events are (earliest, latest) seconds since it, or None."""
         daemon, early, jobs = self.daemon, phase == RUNNING, self.options.jobs if phase == SEVERAL else 1
         delay = self.options.delay if early else self.options.delay / 4
-        order = {"endpoint": daemon.endpoint, "name": f"victim-{number}", "slots": self.slots, "jobs": jobs}
-        order |= {"delay": delay, "door_first": self.options.door_first}
-        twin_path, own_lock = f"{self.folder}/twin", f"{self.folder}/lock-{number}"
-        victim.tell(**order, twin=twin_path, lock=own_lock)
-        ready = victim.hear(90, "getting ready")
+        lock_path = daemon.folder / f"lock-{number}"
+        order = {"endpoint": daemon.endpoint, "name": f"victim-{number}", "jobs": jobs, "delay": delay}
+        order |= {"slots": max(4, (self.options.mib << 20) // SLOT)}
+        victim.pipe.send(order | {"twin": str(daemon.folder / "twin"), "lock": str(lock_path)})
+        session, offsets, registered = victim.hear()
         dead = self._dead_shards()
-        with contextlib.ExitStack() as stack:
-            twin = stack.enter_context(self.listener.accept()[0])
+        with self.listener.accept()[0] as twin, lock_path.open("r+b") as lock:
             twin.setblocking(False)
-            lock, whose = open_lock(victim.process.pid, ready["descriptors"]["lock"], own_lock)
-            stack.callback(os.close, lock)
-            target = 0 if early else victim.process.pid
-            self.observer.tell(region=self.region, offsets=ready["offsets"], jobs=jobs, kill=target)
-            self.observer.hear(30, "filling the slots")
+            region = daemon.status()["daemon"]["region"]
+            self.observer.pipe.send((region, offsets, jobs, 0 if early else victim.pid))
+            self.observer.hear()
             looks: dict[str, Callable[[], bool]] = {
-                "door": lambda: has_ended(twin),
-                "notice": lambda: daemon.said(f"session {ready['session']} ended"),
-                "lock": lambda: is_free(lock),
-                "process": victim.is_dead,
+                "socket": lambda: has_ended(twin),
+                "notice": lambda: f"session {session} ended" in daemon.log,
+                "lock": lambda: is_free(lock.fileno()),
+                "process": lambda: is_dead(victim),
             }
-            victim.tell(go=True)
+            victim.pipe.send("go")
             found, killed = self._follow(victim, looks, 0.3 * delay if early else None, delay + 30)
-        time.sleep(self.options.watch + (delay if early else 0.0))  # all that could still come, and then some
-        self.observer.tell(stop=True)
-        seen = self.observer.hear(30, "counting bytes")
+        time.sleep(1.0 + (delay if early else 0.0))  # all that could still come, and then some
+        self.observer.pipe.send("stop")
+        seen = self.observer.hear()
         killed = killed or seen["killed"]
-        if not killed:
-            raise Trouble(f"{phase}: the victim ended before anything had changed")
-        if early and seen["first"] and seen["first"][1] < killed:
-            raise Trouble(f"{phase}: the copy began before the kill: the kernel was too short, see --delay")
-        found |= {"first": seen["first"], "last": seen["last"]}
+        assert killed, f"{phase}: the victim ended before anything had changed"
+        if early and seen["first"]:
+            assert seen["first"][1] > killed, f"{phase}: the copy began before the kill, see --delay"
+        events = {**found, "first": seen["first"], "last": seen["last"]}
         return {
             "phase": phase,
-            **{name: at and [(each - killed) / 1e9 for each in at] for name, at in found.items()},
-            "after": {name: after(seen["last"], found[name]) for name in ENDS},
-            "changed": seen["changed"],
-            "bytes_of_each_job": seen["written"],
-            "foreign_bytes": seen["alien"],
-            "shards_dead": self._dead_shards() - dead,
-            "look_ms": seen["pass_ns"] / 1e6,
-            "longest_gap_ms": seen["longest_ns"] / 1e6,
-            "lock_of": whose,
-            **{name: ready[name] for name in ("name", "torch", "descriptors", "registered", "region")},
+            **{name: at and tuple((each - killed) / 1e9 for each in at) for name, at in events.items()},
+            **{name: seen[name] for name in ("changed", "foreign", "gap_ms")},
+            "quarantined": self._dead_shards() - dead,
+            "registered": registered,
         }
 
     def _dead_shards(self) -> int:
@@ -213,37 +263,25 @@ class Trials:
 
     def _follow(
         self, victim: Child, looks: dict[str, Callable[[], bool]], kill_after: float | None, seconds: float
-    ) -> tuple[dict[str, Any], int]:
+    ) -> tuple[dict[str, Seen], int]:
         """Look at everything in turn until all has ended; kill `kill_after` seconds after the saves are queued."""
-        found: dict[str, Any] = {}
+        found: dict[str, Seen] = {}
         open_at = dict.fromkeys(looks, clock())
         killed, queued, until = 0, None, clock() + int(seconds * 1e9)
         while len(found) < len(looks):
             for name in looks.keys() - found.keys():
                 at = clock()
                 if looks[name]():
-                    found[name] = [open_at[name], clock()]
+                    found[name] = open_at[name], clock()
                 else:
                     open_at[name] = at
-            if queued is None and not found:
-                queued = victim.listen()
-            if kill_after is not None and not killed and queued and clock() > queued["queued"] + kill_after * 1e9:
+            if queued is None and not found and victim.pipe.poll():
+                queued = victim.pipe.recv()
+            if kill_after is not None and not killed and queued and clock() > queued + kill_after * 1e9:
                 killed = clock()
-                victim.process.send_signal(signal.SIGKILL)
-            if clock() > until:
-                missing = ", ".join(ENDS[name] for name in looks.keys() - found.keys())
-                raise Trouble(f"not within {seconds:.0f} s: {missing}" + ("" if queued else "; nothing was queued"))
+                os.kill(victim.pid, signal.SIGKILL)
+            assert clock() < until, f"not within {seconds:.0f} s: {looks.keys() - found.keys()}, queued {queued}"
         return found, killed
-
-
-def open_lock(pid: int, descriptor: int, own: str) -> tuple[int, str]:
-    """Return a descriptor of the victim's session file; where /proc gives none, of the file `own`, locked likewise."""
-    with contextlib.suppress(OSError):
-        found = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
-        if not is_free(found):
-            return found, "the session file"
-        os.close(found)  # a kernel that makes this the victim's own description
-    return os.open(own, os.O_RDWR | os.O_CLOEXEC), "a file beside it"
 
 
 def is_free(lock: int) -> bool:
@@ -264,109 +302,31 @@ def has_ended(twin: socket.socket) -> bool:
         return True
 
 
-def after(change: list[int] | None, end: list[int]) -> str:
-    """Whether a byte changed after `end`; both lie between two looks."""
-    if change is None or change[1] <= end[0]:
-        return "no"
-    return "yes" if change[0] >= end[1] else "unclear"
+def report(trials: list[dict[str, Any]]) -> None:
+    def row(title: str, cell: Callable[[list[dict[str, Any]]], str]) -> None:
+        cells = [[t for t in trials if t["phase"] == phase] for phase in PHASES]
+        print(f"  {title:42s}" + "".join(f"{cell(each) if each else '-':>20s}" for each in cells))
 
+    def times(name: str, since: str = "") -> Callable[[list[dict[str, Any]]], str]:
+        """The latest instant of `name`, since the earliest of `since` or since the kill."""
 
-def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Return what was found; where a trial fails, what was found until then, and why."""
-    plan = [phase for _ in range(options.repeats) for phase in PHASES]
-    size = int(options.size * GIB) or 8 * (options.mib << 20)  # the slots of those before rest in quarantine
-    found: dict[str, Any] = {"trouble": "", "trials": []}
-    with contextlib.ExitStack() as stack:
-        folder = tempfile.mkdtemp(prefix="kv", dir="/tmp")
-        stack.callback(shutil.rmtree, folder, ignore_errors=True)
-        try:
-            daemon = Daemon(folder, options.region_dir or region_folder(size), size)
-            stack.callback(daemon.end)
-            # All at once, so that none is being loaded while another is watched; they have not touched the device yet.
-            victims = [Child("victim", options.device) for _ in plan]
-            observer = Child("observer")
-            for child in (*victims, observer):
-                stack.callback(child.end)
-            for child in victims:
-                child.hear(120, "importing")
-            daemon.wait_ready(60)
-            trials = Trials(options, folder, daemon, observer)
-            stack.callback(trials.listener.close)
-            for number, (phase, child) in enumerate(zip(plan, victims, strict=True)):
-                found["trials"].append(trials.run(phase, number, child))
-                child.end()
-                print(f"{number + 1} of {len(plan)}: {phase}", file=sys.stderr, flush=True)
-        except (Trouble, KVCacheError, OSError) as error:
-            found["trouble"] = f"{type(error).__name__}: {error}"
-        signal.alarm(0)
-    uvloop = importlib.util.find_spec("uvloop")
-    found |= {"kernel": os.uname().release, "driver": driver(), "loop": "uvloop" if uvloop else "asyncio"}
-    return found | {"quarantine": Config(endpoint="ipc:///tmp/kv.sock").quarantine, "options": vars(options)}
+        def cell(some: list[dict[str, Any]]) -> str:
+            found = [(t[name][1] - (t[since][0] if since else 0.0)) * 1e3 for t in some if t[name]]
+            return f"{statistics.median(found):.2f} / {max(found):.2f}" if found else "nothing changed"
 
+        return cell
 
-def region_folder(size: int) -> str:
-    for folder in ("/dev/shm", tempfile.gettempdir()):
-        if os.path.isdir(folder) and shutil.disk_usage(folder).free > size * 1.05:
-            return folder
-    raise Trouble(f"no room for a region of {size / GIB:.1f} GiB: less --mib, or --region-dir")
-
-
-def driver() -> str:
-    """Return driver and persistence mode: without the latter a GPU is shut down with its last user."""
-    command = ["nvidia-smi", "--query-gpu=driver_version,persistence_mode", "--format=csv,noheader"]
-    try:
-        lines = subprocess.run(command, capture_output=True, text=True, timeout=20).stdout.splitlines()
-    except (OSError, subprocess.SubprocessError) as error:
-        return f"unknown ({error})"
-    return lines[0] if lines else "unknown"
-
-
-# The report.
-
-
-def by_phase(title: str, cell: Callable[[list[dict[str, Any]]], str], trials: list[dict[str, Any]]) -> str:
-    cells = [[t for t in trials if t["phase"] == phase] for phase in PHASES]
-    return f"  {title:40s}" + "".join(f"{cell(each) if each else '-':>20s}" for each in cells)
-
-
-def table(found: dict[str, Any]) -> Iterator[str]:
-    trials: list[dict[str, Any]] = found["trials"]
-
-    def instant(name: str, of: str = "") -> Callable[[dict[str, Any]], float | None]:
-        """The latest instant of `name`, since the earliest of `of` or since the kill."""
-        return lambda t: t[name] and (t[name][1] - (t[of][0] if of else 0.0)) * 1000
-
-    def median_and_most(pick: Callable[[dict[str, Any]], float | None], some: list[dict[str, Any]]) -> str:
-        values = [value for t in some if (value := pick(t)) is not None]
-        return f"{statistics.median(values):.2f} / {max(values):.2f}" if values else "nothing changed"
-
-    def told(name: str, some: list[dict[str, Any]]) -> str:
-        words = [t["after"][name] for t in some]
-        return f"{words.count('yes')} of {len(words)}" + (f", {n} unclear" if (n := words.count("unclear")) else "")
-
-    yield "  milliseconds, median / most             " + "".join(f"{phase:>20s}" for phase in PHASES)
-    rows = {f"kill to {what}": instant(name) for name, what in ENDS.items()}
-    rows["kill to the last changed byte"] = instant("last")
-    rows |= {f"last byte less {ENDS[name]}": instant("last", name) for name in ("door", "notice", "lock")}
-    for title, pick in rows.items():
-        yield by_phase(title, lambda some, pick=pick: median_and_most(pick, some), trials)
-    for name in ("door", "notice", "lock"):
-        yield by_phase(f"a byte changed after {ENDS[name]}", lambda some, name=name: told(name, some), trials)
-    yield by_phase("of the slots, changed in the end", lambda some: f"{max(t['changed'] for t in some):.0%}", trials)
-
-    def times(what: str, pick: Callable[[dict[str, Any]], float | None]) -> str:
-        most = max((value for t in trials if (value := pick(t)) is not None), default=-1.0)
-        return f"{found['quarantine'] * 1000 / most:,.0f} x {what} ({most:.2f} ms)" if most > 0 else f"{what}: none"
-
-    yield f"  the quarantine in force, {found['quarantine']:g} s from the daemon's word on, is"
-    yield "    " + times("the longest from the kill to the last byte", instant("last"))
-    yield "    " + times("the longest from the daemon's word to the last byte", instant("last", "notice"))
-    yield "    " + times("the longest from the kill to waitpid", instant("process"))
-    whose = trials[0]["lock_of"]
-    looks, gap = statistics.median(t["look_ms"] for t in trials), max(t["longest_gap_ms"] for t in trials)
-    yield f"  looks of {looks:.2f} ms at a word of each fragment, the longest gap {gap:.2f} ms; lock: {whose}"
-    dead, foreign = {t["shards_dead"] for t in trials}, sum(t["foreign_bytes"] for t in trials)
-    yield f"  put into quarantine at each kill: {sorted(dead)} slots; bytes that no save wrote: {foreign}"
+    print(f"  {'milliseconds, median / most':42s}" + "".join(f"{phase:>20s}" for phase in PHASES))
+    for name, what in ENDS.items():
+        row(f"kill to {what}", times(name))
+    row("kill to the last changed byte", times("last"))
+    for name in ("socket", "notice", "lock"):
+        row(f"{ENDS[name]} to the last changed byte", times("last", name))
+    row("part of the slots that changed", lambda some: f"{max(t['changed'] for t in some):.0%}")
+    print(f"  the quarantine lasts {Config(endpoint='ipc:///tmp/kv.sock').quarantine:g} s from the daemon's notice on")
+    print(f"  the longest time between two looks: {max(t['gap_ms'] for t in trials):.2f} ms")
+    print(f"  slots in quarantine after each kill: {sorted({t['quarantined'] for t in trials})}")
+    print(f"  bytes that no save wrote: {sum(t['foreign'] for t in trials)}")
 
 
 def main() -> None:
@@ -376,31 +336,28 @@ def main() -> None:
     parser.add_argument("--mib", type=int, default=1024, help="MiB per job")
     parser.add_argument("--jobs", type=int, default=8, help="jobs in flight in the last phase, all to the same slots")
     parser.add_argument("--delay", type=float, default=1.0, help="seconds of the kernel; a quarter during the copy")
-    parser.add_argument("--watch", type=float, default=1.0, help="seconds to observe after everything has ended")
-    parser.add_argument("--size", type=float, default=0, help="GiB of the region, all page-locked; default: 8 jobs")
-    parser.add_argument("--region-dir", default="", help="default: /dev/shm, if it has room")
-    parser.add_argument("--door-first", action="store_true", help="the victim connects before it opens the device")
-    parser.add_argument("--limit", type=int, default=300, help="give up after this number of seconds")
-    parser.add_argument("--json", type=Path, help="file for all figures")
+    parser.add_argument("--region-dir", type=Path, default=Path("/dev/shm"))
     options = parser.parse_args()
-
-    def give_up(*_: object) -> None:
-        raise Trouble(f"not done after {options.limit} s")
-
-    signal.signal(signal.SIGALRM, give_up)
-    signal.alarm(options.limit)
-    found = measure(options)
-    if options.json:
-        options.json.write_text(json.dumps(found, indent=2, default=str))
-    if found["trials"]:
-        first = found["trials"][0]
-        print(f"{first['name']}, driver {found['driver']}, torch {first['torch']}, kernel {found['kernel']}")
-        locked = f"{first['registered'] / GIB:.1f} of {first['region'] / GIB:.1f} GiB page-locked"
-        print(f"{len(found['trials'])} kills, jobs of {options.mib} MiB, {locked}, the daemon on {found['loop']}")
-        for line in table(found):
-            print(line)
-    if found["trouble"]:
-        raise SystemExit(found["trouble"])
+    plan = [phase for _ in range(options.repeats) for phase in PHASES]
+    size = 8 * (options.mib << 20)  # the slots of those before rest in quarantine
+    with contextlib.ExitStack() as stack:
+        daemon = stack.enter_context(one_daemon(size=size, region_dir=options.region_dir))
+        # All at once, so that none is being loaded while another is watched; they have not touched the device yet.
+        victims = [Child(be_victim, options.device) for _ in plan]
+        observer = Child(be_observer)
+        for child in (*victims, observer):
+            stack.callback(child.end)
+        for child in victims:
+            child.hear()
+        trials = Trials(options, daemon, observer)
+        stack.callback(trials.listener.close)
+        found = []
+        for number, (phase, child) in enumerate(zip(plan, victims, strict=True)):
+            found.append(trials.run(phase, number, child))
+            child.end()
+            print(f"{number + 1} of {len(plan)}: {phase}", flush=True)
+        print(f"jobs of {options.mib} MiB, {found[0]['registered'] >> 20:,} MiB of the region page-locked")
+        report(found)
 
 
 if __name__ == "__main__":

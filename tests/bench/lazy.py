@@ -1,6 +1,6 @@
 """Compare lazy saves with eager ones: conversations of several turns, on two engines that share a daemon.
 
-    python tests/bench/lazy.py [--conversations 12] [--turns 6] [--json]
+    python tests/bench/lazy.py [--conversations 12] [--turns 6]
 
 Each mode has a daemon and two real vLLM engines on CPU, and the modes take turns. All conversations begin with the same
 system prompt. Each takes its turns on one engine, and its last two on the other one. The device memory of an engine has
@@ -11,13 +11,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import random
 import statistics
 from typing import Any
 
 from engine_pipes import BLOCK, TOY, Engines
-from one_daemon import one_daemon
+from rig import one_daemon
 
 SYSTEM, GROW, ANSWER = 384, 192, 32  # tokens: of the system prompt, of each turn, of each answer
 MODES = ("eager", "lazy")
@@ -94,12 +93,8 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=6)
     parser.add_argument("--blocks", type=int, default=160, help="of 64 tokens, in each engine's device memory")
     parser.add_argument("--size", default="256MiB", help="of each daemon's region")
-    parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     figures = measure(options.conversations, options.turns, options.blocks, options.size)
-    if options.json:
-        print(json.dumps(figures, indent=2))
-        return
     for name in figures["eager"]:
         eager, lazy = figures["eager"][name], figures["lazy"][name]
         print(f"{name:<16} eager {eager:10.3f}   lazy {lazy:10.3f}   ratio {lazy / eager if eager else 0:6.3f}")

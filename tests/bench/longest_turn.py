@@ -14,18 +14,15 @@ import argparse
 import multiprocessing
 import os
 import signal
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from against import room_for
+from against import daemon_of
 
 from kvcache_proto import messages as m
-from kvcache_proto.errors import Unavailable
 from kvcache_proto.types import GroupSpec, NamespaceSpec, Outcome
 from kvcache_server.admin_client import AdminClient
 
@@ -132,28 +129,15 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, default=1_000_000)
     parser.add_argument("--tree", type=Path, default=Path(__file__).parents[2])
     chosen = parser.parse_args()
-    path = os.pathsep.join(str(chosen.tree / part) for part in ("proto", "server"))
-    with tempfile.TemporaryDirectory(prefix="kv", dir="/tmp") as folder:
-        endpoint = f"ipc://{folder}/kv.sock"
-        env = os.environ | {"PYTHONPATH": path}
-        room = room_for(chosen.blocks + chosen.blocks // 10, chosen.tree, env)
-        options = ["--endpoint", endpoint, "--lock", "never", "--keep", "false", *room]
-        command = [sys.executable, "-m", "kvcache_server", "serve", *options]
-        daemon = subprocess.Popen(command, env=env, stderr=subprocess.DEVNULL)
-        try:
-            measure(endpoint, chosen.blocks, daemon.pid)
-        finally:
-            daemon.terminate()
-            daemon.wait()
+    with (
+        tempfile.TemporaryDirectory(prefix="kv", dir="/tmp") as folder,
+        daemon_of(chosen.tree, Path(folder), chosen.blocks + chosen.blocks // 10) as (endpoint, pid),
+    ):
+        measure(endpoint, chosen.blocks, pid)
 
 
 def measure(endpoint: str, blocks: int, pid: int) -> None:
-    while True:
-        try:
-            client = Client(endpoint, "greedy")
-            break
-        except Unavailable:
-            time.sleep(0.1)
+    client = Client(endpoint, "greedy")
     for first in range(0, blocks, BLOCKS):
         client.settle(client.reserve([m.Run(names(first, BLOCKS))]))
     spawn = multiprocessing.get_context("spawn")

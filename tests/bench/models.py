@@ -25,7 +25,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from one_daemon import Daemon, one_daemon
+from rig import Daemon, one_daemon
 
 sys.path[:0] = [str(Path(__file__).parent.parent / "e2e")]
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
 import statistics
 import tempfile
@@ -18,10 +17,10 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from one_daemon import one_daemon
+from engine_pipes import make_engine, set_environment
+from rig import one_daemon
 
-os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
-os.environ |= {"PYTHONHASHSEED": "0", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+set_environment("WARNING")
 
 SMALL = {
     "vocab_size": 1024,
@@ -119,7 +118,6 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--extra", type=json.loads, default={}, help="JSON: settings of the connector")
     options = parser.parse_args()
-    from vllm import LLM
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
     from kvcache_tools.demo_engine import make_model
@@ -128,21 +126,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="kv", dir="/tmp") as folder:
         make_model(f"{folder}/model", SMALL)
         endpoint = f"ipc://{folder}/kvcache.sock"
-        llm = LLM(
-            model=f"{folder}/model",
-            skip_tokenizer_init=True,
-            dtype="float32",
-            enforce_eager=True,
-            block_size=64,
-            max_model_len=2048,
-            max_num_seqs=64,
-            kv_transfer_config={
-                "kv_connector": "KVCacheServerConnector",
-                "kv_connector_module_path": "kvcache_client.connector",
-                "kv_role": "kv_both",
-                "kv_connector_extra_config": {"endpoint": endpoint, **options.extra},
-            },
-        )
+        extra = {"endpoint": endpoint, **options.extra}
+        llm = make_engine(f"{folder}/model", extra, max_model_len=2048, max_num_seqs=64)
         scheduler = llm.llm_engine.engine_core.engine_core.scheduler.connector
         rank = get_kv_transfer_group()
         figures["empty, no daemon"] = empty_step(scheduler, rank, 20_000)

@@ -8,7 +8,6 @@ import itertools
 import os
 import random
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -17,7 +16,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from one_daemon import Daemon, one_daemon
+import tier_load
+from rig import Child, Daemon, one_daemon, save
 
 sys.path[:0] = [str(Path(__file__).parent.parent / "tiers")]
 
@@ -125,27 +125,6 @@ def a_store(kind: str, disk: Path, folder: Path, load: Load) -> Iterator[Store]:
         yield Store(url, env)
 
 
-class Helper:
-    """A process of tier_load.py."""
-
-    def __init__(self, *arguments: object) -> None:
-        command = [sys.executable, str(Path(__file__).parent / "tier_load.py"), *map(str, arguments)]
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-
-    def tell(self, *numbers: float) -> None:
-        assert self.process.stdin is not None
-        print(*numbers, file=self.process.stdin, flush=True)
-
-    def wait(self, word: str) -> None:
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        assert line == f"{word}\n", f"{self.process.args} ended: {line}"
-
-    def close(self) -> None:
-        self.process.kill()
-        self.process.communicate()
-
-
 def lookups(namespace: Namespace, chain: Sequence[bytes], seconds: float) -> dict[int, list[float]]:
     """Acquire and release the first blocks of `chain` all the time; return the seconds of each, by their number."""
     took: dict[int, list[float]] = {width: [] for width in WIDTHS}
@@ -179,11 +158,11 @@ def cpu_seconds(leave_out: set[int]) -> float:
 class Case:
     """A daemon, and what looks up there; with a tier, also the engine that keeps it at work."""
 
-    def __init__(self, kind: str, daemon: Daemon, namespace: Namespace, chain: list[bytes], engine: Helper | None):
+    def __init__(self, kind: str, daemon: Daemon, namespace: Namespace, chain: list[bytes], engine: Child | None):
         self.kind, self.daemon, self._namespace, self._chain = kind, daemon, namespace, chain
         self._engine = engine
 
-    def turn(self, seconds: float, burners: Sequence[Helper] = (), share: float = 0.0) -> dict[str, Any]:
+    def turn(self, seconds: float, burners: Sequence[Child] = (), share: float = 0.0) -> dict[str, Any]:
         """Look up for so long. `share` is that of one core which the `burners` use meanwhile."""
         helpers = [self._engine] if self._engine else []
         if share:
@@ -191,10 +170,10 @@ class Case:
         before, used = tier_of(self.daemon), cpu_seconds({self.daemon.process.pid})
         begin = time.monotonic()
         for each in helpers:
-            each.tell(*([] if each is self._engine else [share / len(burners)]), seconds)
+            each.pipe.send(seconds if each is self._engine else (share / len(burners), seconds))
         took = lookups(self._namespace, self._chain, seconds)
         for each in helpers:
-            each.wait("done")
+            each.hear()
         elapsed = time.monotonic() - begin
         used, after = cpu_seconds({self.daemon.process.pid}) - used, tier_of(self.daemon)
         if self._engine:  # the next turn is another case's
@@ -207,7 +186,6 @@ class Case:
         for width, each in took.items():
             ordered = sorted(each)
             found[f"p50_{width}"], found[f"p99_{width}"] = (ordered[int(len(each) * share)] for share in (0.5, 0.99))
-            found[f"seconds_{width}"] = each
         return found
 
 
@@ -223,25 +201,23 @@ def a_case(kind: str, disk: Path, folder: Path, load: Load) -> Iterator[Case]:
         session = stack.enter_context(Session.connect(daemon.endpoint, engine="bench", deadline=DEADLINE))
         namespace = session.attach(LOOKED_UP, (0,))
         chain = [hashlib.sha256(b"%d" % at).digest() for at in range(max(WIDTHS))]
-        assert len(namespace.reserve(chain).commit()) == len(chain)
+        save(namespace, chain)
         engine = None
         if kind != "none":
-            engine = Helper("engine", daemon.endpoint, *load)
-            stack.callback(engine.close)
-            engine.wait("ready")
+            engine = Child(tier_load.keep_at_work, daemon.endpoint, *load)
+            stack.callback(engine.end)
+            engine.hear(2 * tier_load.STORE_SECONDS)
         yield Case(kind, daemon, namespace, chain, engine)
 
 
-def acquire(
-    disk: Path, folder: Path, kinds: Sequence[str], load: Load, rounds: int, seconds: float
-) -> Iterator[str | dict[str, Any]]:
-    """Yield lines and samples: lookups beside each kind of tier at work, beside burners, and alone, by turns."""
+def acquire(disk: Path, folder: Path, kinds: Sequence[str], load: Load, rounds: int, seconds: float) -> Iterator[str]:
+    """Yield lines: lookups beside each kind of tier at work, beside burners, and alone, by turns."""
     with ExitStack() as stack:
         alone = stack.enter_context(a_case("none", disk, folder, load))
-        burners = [Helper("burner") for _ in range(os.cpu_count() or 1)]
+        burners = [Child(tier_load.burn) for _ in range(os.cpu_count() or 1)]
         for each in burners:
-            stack.callback(each.close)
-            each.wait("ready")
+            stack.callback(each.end)
+            each.hear()
         cases = []
         for kind in kinds:
             try:
@@ -258,13 +234,12 @@ def acquire(
                 row["burners"] = alone.turn(seconds, burners, row["at work"]["cores"])
                 if "none" not in row:
                     row["none"] = alone.turn(seconds)
-                samples.append({"round": number, "tier": case.kind, **row})
+                samples.append({"tier": case.kind, **row})
     yield (
         f"acquire + release of hits; tiers move blocks of {format_size(load.block)}; {rounds} rounds of {seconds:g} s;"
         " times relative to those without tiers"
     )
     yield from _acquire_table(samples)
-    yield from samples
 
 
 def _acquire_table(samples: Sequence[dict[str, Any]]) -> Iterator[str]:
@@ -328,13 +303,8 @@ class Replayer:
             lease.release()
             time.sleep(max(lease.eta, LEAST_WAIT))
         with lease:
-            hits = lease.hits
-            if hits < len(prompt):
-                reservation = self._namespace.reserve(prompt[hits:], prompt[hits - 1] if hits else None)
-                for slot in reservation.slots:
-                    slot.view()[:] = self._data  # blocks of one size lie in one piece
-                reservation.commit()
-        return Found(len(prompt), hits, now - begin)
+            save(self._namespace, prompt, lease.hits, self._data)
+        return Found(len(prompt), lease.hits, now - begin)
 
 
 def conversations(many: int, turns: int, draw: random.Random) -> list[tuple[int | str, ...]]:
@@ -361,8 +331,8 @@ def prompts_of(files: Sequence[str]) -> list[tuple[int | str, ...]]:
 
 def ratio(
     disk: Path, prompts: Sequence[tuple[int | str, ...]], block: int, rate: float, patience: float
-) -> Iterator[str | dict[str, Any]]:
-    """Yield lines and samples: the hit ratios of pools for a quarter of the blocks, and of one for all of them.
+) -> Iterator[str]:
+    """Yield lines: the hit ratios of pools for a quarter of the blocks, and of one for all of them.
 
     Each daemon in turn gets a request, `rate` times per second at most; 0 is no limit.
     """
@@ -405,7 +375,3 @@ def ratio(
             f"{name:<34}{ratios[name]:>11.2%}{ratios[name] / ratios['whole']:>10.1%}{len(waits):>9,}"
             f"{middle:>10.1f} ms{most:>7.1f} ms{written[name]:>10,}"
         )
-    yield from (
-        {"pool": name, "written": written[name], "requests": [e._asdict() for e in each]}
-        for name, each in found.items()
-    )

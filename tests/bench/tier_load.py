@@ -1,19 +1,13 @@
-"""Processes that keep a host busy beside a measurement, for a number of seconds that they read from standard input.
-
-    python tests/bench/tier_load.py engine ENDPOINT BLOCK_BYTES CHAINS LENGTH
-    python tests/bench/tier_load.py burner
-
-An engine keeps its daemon's tier at work in both directions. It asks for chains that only the tier has, and stores a
-new one for each that has come, which is written out. A burner reads a share of a core before the seconds, and uses that
-much. Both write a line when they are ready, and one at the end of each run.
-"""
+"""Processes that keep a host busy beside a measurement. They send a message when they are ready, and after each run."""
 
 from __future__ import annotations
 
 import itertools
 import os
-import sys
 import time
+from multiprocessing.connection import Connection
+
+from rig import save
 
 from kvcache_client import GroupSpec, Namespace, NamespaceSpec, Session
 from kvcache_client.scheduler.lookups import LEAST_WAIT
@@ -36,10 +30,7 @@ class Engine:
         """Store the chains, and leave them only in the tier."""
         data = os.urandom(self._namespace.spec.groups[0].block_bytes)
         for chain in self._chains:
-            reservation = self._namespace.reserve(chain)
-            for slot in reservation.slots:
-                slot.view()[:] = data  # blocks of one size lie in one piece
-            reservation.commit()
+            save(self._namespace, chain, data=data)
         until, blocks = time.monotonic() + STORE_SECONDS, len(self._chains) * self._length
         while self._tier().get("blocks_written", 0) < blocks:
             assert time.monotonic() < until, f"{blocks} blocks are not in the tier: {self._tier()}"
@@ -66,8 +57,8 @@ class Engine:
         if lease.hits < len(chain):
             if lease.eta or lease.pending:
                 return max(lease.eta, LEAST_WAIT)
-            self._save(chain)  # no tier has the rest
-        self._save(self._hashes(next(self._new)))
+            save(self._namespace, chain)  # no tier has the rest
+        save(self._namespace, self._hashes(next(self._new)))
         return 0.0
 
     def _next(self) -> int:
@@ -75,10 +66,6 @@ class Engine:
         if not number:
             self._session.clear(self._namespace.id)
         return number
-
-    def _save(self, chain: list[bytes]) -> None:
-        """Slots keep the bytes that they have: what is in a block makes no difference to a tier."""
-        self._namespace.reserve(chain).commit()
 
     def _hashes(self, number: int) -> list[bytes]:
         return [number.to_bytes(16, "big") + at.to_bytes(16, "big") for at in range(self._length)]
@@ -88,36 +75,32 @@ class Engine:
         return dict(tiers[0]) if tiers else {}
 
 
-def burn(share: float, seconds: float) -> None:
-    """Use `share` of a core, if the host has that much left."""
-    begin, used = time.monotonic(), time.process_time()
-    while (elapsed := time.monotonic() - begin) < seconds:
-        if time.process_time() - used < share * elapsed:
-            end = time.monotonic() + SLICE
-            while time.monotonic() < end:
-                pass
-        else:
-            time.sleep(SLICE)
+def keep_at_work(pipe: Connection, endpoint: str, block: int, chains: int, length: int) -> None:
+    """Be an engine that keeps its daemon's tier at work in both directions, for as many seconds as it is told.
 
-
-def main() -> None:
-    kind, *rest = sys.argv[1:]
-    if kind == "burner":
-        print("ready", flush=True)
-        for line in sys.stdin:
-            burn(*map(float, line.split()))
-            print("done", flush=True)
-        return
-    endpoint, (block, chains, length) = rest[0], map(int, rest[1:])
+    It asks for chains that only the tier has, and stores a new one for each that has come, which is written out.
+    """
     spec = NamespaceSpec("bench-load", (GroupSpec(16, block),))
     with Session.connect(endpoint, engine="load", deadline=10.0) as session:
         engine = Engine(session, session.attach(spec, (0,)), chains, length)
         engine.prepare()
-        print("ready", flush=True)
-        for line in sys.stdin:
-            engine.run(float(line))
-            print("done", flush=True)
+        pipe.send("ready")
+        while True:
+            engine.run(pipe.recv())
+            pipe.send("done")
 
 
-if __name__ == "__main__":
-    main()
+def burn(pipe: Connection) -> None:
+    """Use a share of a core, if the host has that much left, for as many seconds as it is told."""
+    pipe.send("ready")
+    while True:
+        share, seconds = pipe.recv()
+        begin, used = time.monotonic(), time.process_time()
+        while (elapsed := time.monotonic() - begin) < seconds:
+            if time.process_time() - used < share * elapsed:
+                end = time.monotonic() + SLICE
+                while time.monotonic() < end:
+                    pass
+            else:
+                time.sleep(SLICE)
+        pipe.send("done")

@@ -166,8 +166,8 @@ class Fio:
         return float(job[what]["bw_bytes"])
 
 
-def disk(folder: Path, amount: Amount, direct: bool, rest: float) -> Iterator[str | dict[str, Any]]:
-    """Yield lines and samples: of the disk tier beside fio, both in `folder`."""
+def disk(folder: Path, amount: Amount, direct: bool, rest: float) -> Iterator[str]:
+    """Yield lines about the disk tier beside fio, both in `folder`."""
     if not shutil.which("fio"):
         yield "disk is left out: no fio on the PATH (apt-get install fio)"
         return
@@ -185,10 +185,9 @@ def disk(folder: Path, amount: Amount, direct: bool, rest: float) -> Iterator[st
     yield from table(samples)
     if tier.counts:
         yield f"the tier counted: {dict(tier.counts)}"
-    yield from samples
 
 
-def disk_restart(folder: Path, values: int, rounds: int) -> Iterator[str | dict[str, Any]]:
+def disk_restart(folder: Path, values: int, rounds: int) -> Iterator[str]:
     """Yield how long it takes to open a disk tier that has `values` values, until it has found all of them."""
     folder = folder / "restart"
     keys = [number.to_bytes(50, "big") for number in range(values)]
@@ -210,7 +209,6 @@ def disk_restart(folder: Path, values: int, rounds: int) -> Iterator[str | dict[
         assert all(found), f"{found.count(False)} of {values} values are gone"
         taken.append(seconds)
     yield f"a disk tier finds {values:,} values again in {statistics.median(taken):.2f} s, at most {max(taken):.2f} s"
-    yield from ({"what": "restart", "values": values, "seconds": each} for each in taken)
 
 
 def _drop_from_page_cache(folder: Path) -> None:
@@ -329,8 +327,8 @@ def lmcache_client(folder: str | None) -> Any:
     return LMCacheRedisClient
 
 
-def redis_and_valkey(folder: Path, amount: Amount, lmcache: str | None) -> Iterator[str | dict[str, Any]]:
-    """Yield lines and samples: of the tier of Redis beside redis-py and LMCache, with each kind of server."""
+def redis_and_valkey(folder: Path, amount: Amount, lmcache: str | None) -> Iterator[str]:
+    """Yield lines about the tier of Redis beside redis-py and LMCache, with each kind of server."""
     native = lmcache_client(lmcache)
     if isinstance(native, str):
         yield native
@@ -339,7 +337,7 @@ def redis_and_valkey(folder: Path, amount: Amount, lmcache: str | None) -> Itera
         servers = Servers(folder / kind)
         try:
             server = servers.start(kind)
-            samples = [{"store": kind, **each} for each in _by_clients(server, native, region, amount)]
+            samples = _by_clients(server, native, region, amount)
         except pytest.skip.Exception as error:
             yield f"{kind} is left out: {error}"
             continue
@@ -347,7 +345,6 @@ def redis_and_valkey(folder: Path, amount: Amount, lmcache: str | None) -> Itera
             servers.close()
         yield f"{kind}: {amount}; {WRITERS} threads write, {READERS} read"
         yield from table(samples)
-        yield from samples
 
 
 def _by_clients(server: Server, native: Any, region: memoryview, amount: Amount) -> list[dict[str, Any]]:
@@ -396,8 +393,8 @@ def _places(buffers: Sequence[memoryview]) -> tuple[list[int], list[int]]:
     return [np.frombuffer(each, np.uint8).ctypes.data for each in buffers], [len(each) for each in buffers]
 
 
-def mooncake_store(folder: Path, amount: Amount) -> Iterator[str | dict[str, Any]]:
-    """Yield lines and samples: of the tier of Mooncake beside the library itself, by the same client of the store."""
+def mooncake_store(folder: Path, amount: Amount) -> Iterator[str]:
+    """Yield lines about the tier of Mooncake beside the library itself, by the same client of the store."""
     why = mooncake_missing()
     if why:
         yield f"mooncake is left out: {why}"
@@ -416,7 +413,6 @@ def mooncake_store(folder: Path, amount: Amount) -> Iterator[str | dict[str, Any
     yield from table(samples)
     if tier.counts:
         yield f"the tier counted: {dict(tier.counts)}"
-    yield from samples
 
 
 @contextmanager

@@ -21,18 +21,16 @@ Disks of virtual machines are often limited to a rate, and faster after they wer
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import random
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import tier_daemons as daemons
 import tier_rates as rates
-from one_daemon import a_short_folder
+from rig import a_short_folder
 
 from kvcache_client.scheduler.lookups import TIER_WAIT
 from kvcache_proto.sizes import parse_size
@@ -55,7 +53,6 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", default=",".join(PARTS))
     parser.add_argument("--toy", action="store_true", help="small sizes, to try it in seconds")
-    parser.add_argument("--json", metavar="FILE", help="write all samples")
     parser.add_argument("--folder", type=Path, default=Path("/var/tmp"), help="on the disk (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--block", default="2MiB", help="disk, redis, mooncake: size of a value (default: %(default)s)")
@@ -82,8 +79,8 @@ def parse() -> argparse.Namespace:
     return given
 
 
-def measure(given: argparse.Namespace, part: str, disk: Path, folder: Path) -> Iterator[str | dict[str, Any]]:
-    """Yield the lines and samples of a part. The tiers of `disk` are there, and other stores' files in `folder`."""
+def measure(given: argparse.Namespace, part: str, disk: Path, folder: Path) -> Iterator[str]:
+    """Yield the lines of a part. The tiers of `disk` are there, and other stores' files in `folder`."""
     amount = rates.Amount(parse_size(given.block), parse_size(given.total), given.rounds)
     small = parse_size(given.small_block)
     match part:
@@ -107,17 +104,11 @@ def measure(given: argparse.Namespace, part: str, disk: Path, folder: Path) -> I
 def main() -> None:
     given = parse()
     print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.2f}", flush=True)
-    samples: dict[str, list[dict[str, Any]]] = {}
     for part in given.parts.split(","):
         print()
         with TemporaryDirectory(prefix="kvcache-bench-", dir=given.folder) as disk, a_short_folder() as folder:
-            for found in measure(given, part, Path(disk), folder):
-                if isinstance(found, str):
-                    print(found, flush=True)
-                else:
-                    samples.setdefault(part, []).append(found)
-    if given.json:
-        Path(given.json).write_text(json.dumps(samples))
+            for line in measure(given, part, Path(disk), folder):
+                print(line, flush=True)
 
 
 if __name__ == "__main__":

@@ -1,19 +1,20 @@
 """Measure what watchers cost an engine: its lookups alone and beside them, alternating in one run.
 
-    python tests/bench/watchers.py [--cases tops,all,slow,flood] [--rounds 10] [--blocks 200000]
+    python tests/bench/watchers.py [--cases tops,all,slow,flood,why] [--rounds 10] [--blocks 200000]
 
 `none` has no watchers: it shows the noise of the host. `tops` are ten `kvcache-server top`, `scrape` reads /metrics
 once per second, `all` is both. `slow` holds 200 connections that never finish a request, `flood` requests /metrics as
-fast as possible. The watchers are suspended (SIGSTOP) between their turns, so each turn with them has one without them
-directly before it. They are processes: if there are fewer cores than they need, the host takes time from the daemon,
-and both figures of a pair show it.
+fast as possible. `why` has no watchers: the engine names its requests, so that misses are remembered, or not.
+
+The watchers are suspended (SIGSTOP) between their turns, so each turn with them has one without them directly before
+it. They are processes: if there are fewer cores than they need, the host takes time from the daemon, and both figures
+of a pair show it.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import signal
 import statistics
 import subprocess
@@ -22,7 +23,7 @@ import time
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from one_daemon import Daemon, one_daemon
+from rig import Daemon, one_daemon
 
 from kvcache_tools.bench import PAGE, Writer, fill, size_for
 
@@ -65,7 +66,7 @@ ask()
 def commands(case: str, endpoint: str, address: str) -> list[list[str]]:
     top = [sys.executable, "-m", "kvcache_server", "top", "--endpoint", endpoint]
     scripts = {"scrape": SCRAPE, "slow": SLOW, "flood": FLOOD}
-    if case == "none":
+    if case in ("none", "why"):
         return []
     if case in scripts:
         return [[sys.executable, "-c", scripts[case], address]]
@@ -105,7 +106,7 @@ class Turn(NamedTuple):
         return sorted(self.seconds)[int(len(self.seconds) * 0.99)]
 
 
-def turn(writer: Writer, seconds: float) -> Turn:
+def turn_alone(writer: Writer, seconds: float, *_: object) -> Turn:
     """Look up for so long, one question after the other."""
     questions = [writer.prompts.question(WIDTH) for _ in range(256)]
     took: list[float] = []
@@ -120,7 +121,7 @@ def turn(writer: Writer, seconds: float) -> Turn:
 def turn_beside(writer: Writer, seconds: float, others: list[subprocess.Popen[bytes]]) -> Turn:
     for each in others:
         each.send_signal(signal.SIGCONT)
-    found = turn(writer, seconds)
+    found = turn_alone(writer, seconds)
     for each in others:
         each.send_signal(signal.SIGSTOP)
     return found
@@ -133,11 +134,11 @@ def measure(case: str, daemon: Daemon, writer: Writer, rounds: int, seconds: flo
     with watchers(case, daemon.endpoint, address) as others:
         before = daemon.status()["daemon"]["messages"]
         for number in range(rounds):
-            if number % 2:  # a host that grows busier, or calmer, favours neither
-                beside = turn_beside(writer, seconds, others)
-                pairs.append((turn(writer, seconds), beside))
-            else:
-                pairs.append((turn(writer, seconds), turn_beside(writer, seconds, others)))
+            took = {}
+            for is_beside in (True, False) if number % 2 else (False, True):  # a host may grow busier, or calmer
+                writer.names = is_beside or case != "why"
+                took[is_beside] = (turn_beside if is_beside else turn_alone)(writer, seconds, others)
+            pairs.append((took[False], took[True]))
         status = daemon.status()["daemon"]
     ours = sum(each.messages for pair in pairs for each in pair)
     return {
@@ -154,25 +155,16 @@ def measure(case: str, daemon: Daemon, writer: Writer, rounds: int, seconds: flo
 
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    options.add_argument("--cases", default="none,tops,scrape,all,slow,flood")
+    options.add_argument("--cases", default="none,tops,scrape,all,slow,flood,why")
     options.add_argument("--rounds", type=int, default=10)
     options.add_argument("--seconds", type=float, default=3.0, help="seconds per turn")
     options.add_argument("--blocks", type=int, default=200_000)
-    options.add_argument("--json", action="store_true")
     given = options.parse_args()
     size = size_for(given.blocks)
-    found = []
-    with (
-        one_daemon(size=size, page_size=PAGE, http="127.0.0.1:0") as daemon,
-        Writer(daemon.endpoint, 0) as writer,
-    ):
+    with one_daemon(size=size, page_size=PAGE, http="127.0.0.1:0") as daemon, Writer(daemon.endpoint, 0) as writer:
         fill(writer, given.blocks, lambda text: print(text, file=sys.stderr))
         for case in given.cases.split(","):
-            found.append(measure(case, daemon, writer, given.rounds, given.seconds))
-            if not given.json:
-                print(describe(found[-1]), flush=True)
-    if given.json:
-        print(json.dumps(found, indent=2))
+            print(describe(measure(case, daemon, writer, given.rounds, given.seconds)), flush=True)
 
 
 def describe(found: dict[str, Any]) -> str:

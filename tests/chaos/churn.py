@@ -21,7 +21,6 @@ import os
 import shutil
 import signal
 import socket
-import sys
 import tempfile
 import time
 from collections import Counter
@@ -29,11 +28,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
-sys.path.insert(0, str(Path(__file__).parent))
-
 import zmq
-from fleet import HERE, LOOK, START_SECONDS, Broken, Daemon, discard
+from fleet import HERE, LOOK, START_SECONDS, Broken, Daemon
 from run import quiet
 
 from kvcache_proto import messages as m
@@ -302,9 +298,7 @@ def churn(rounds: int, period: int) -> dict[str, Any]:
     daemon = Counted(endpoint, folder, **FLAGS)
     try:
         daemon.ready()
-        status = daemon.status()
-        assert status is not None
-        engines = Churn(endpoint, status, (folder / "kv.token").read_text().strip(), daemon.process.pid)
+        engines = Churn(endpoint, daemon.status(), (folder / "kv.token").read_text().strip(), daemon.process.pid)
         for _ in range(WARM_UP):
             engines.round()
         cycles: Counter[str] = Counter()
@@ -331,7 +325,7 @@ def churn(rounds: int, period: int) -> dict[str, Any]:
         }
     finally:
         daemon.end(signal.SIGTERM)
-        discard(endpoint)
+        daemon.tidy()
         shutil.rmtree(folder, ignore_errors=True)
 
 

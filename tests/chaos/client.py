@@ -94,7 +94,6 @@ class Client:
             return None
         finally:
             end = time.monotonic()
-            self.tallies.took(end - begin)
             if end - begin > self.deadline + SLACK:
                 self.note("B", name, begin, end)
 

@@ -14,52 +14,35 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-import msgspec
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import conftest
 import schedule
-from leftovers import remove_regions
 from tallies import NAMES, Tallies
 
-from kvcache_proto.endpoint import door_path, socket_path
+from kvcache_proto.endpoint import door_path
 from kvcache_proto.errors import KVCacheError
-from kvcache_server.admin_client import AdminClient
 
 HERE = Path(__file__).parent
 START_SECONDS = 30.0
 LOOK = 0.02  # between two looks at a process
+T = TypeVar("T")
 
 
 class Broken(Exception):
     """Something that must always hold does not."""
 
 
-class Daemon:
-    """One life of the daemon at `endpoint`; `point` as in daemon_that_dies.py, `program` another way to run it."""
+class Daemon(conftest.Daemon):
+    """One life of the daemon at `endpoint`, which keeps its region; `point` as in daemon_that_dies.py."""
 
-    def __init__(
-        self,
-        endpoint: str,
-        folder: Path,
-        point: str = "",
-        fresh: bool = False,
-        program: tuple[str, ...] = ("-m", "kvcache_server"),
-        **flags: object,
-    ) -> None:
-        self.endpoint, self.point = endpoint, point
-        serve = ["serve", "--endpoint", endpoint, "--lock", "never", *(["--fresh"] if fresh else [])]
-        for name, value in flags.items():
-            serve += [f"--{name.replace('_', '-')}", str(value)]
-        dying = [str(HERE / "daemon_that_dies.py"), "--point", point]
-        command = [sys.executable, *(dying if point else program), *serve]
-        self.log_path = folder / f"daemon-{len(list(folder.glob('daemon-*.log')))}.log"
-        environ = {key: value for key, value in os.environ.items() if not key.startswith("KVCACHE_")}
-        with self.log_path.open("wb") as log:
-            self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environ)
-
-    @property
-    def log(self) -> str:
-        return self.log_path.read_text()
+    def __init__(self, endpoint: str, folder: Path, point: str = "", **flags: object) -> None:
+        self.point = point
+        if point:
+            flags["program"] = (str(HERE / "daemon_that_dies.py"), "--point", point)
+        super().__init__(folder, endpoint=endpoint, **{"keep": "true", **flags})
 
     @property
     def alive(self) -> bool:
@@ -70,55 +53,31 @@ class Daemon:
         """Whether its point ended it; a kill from outside sets `point` to nothing."""
         return bool(self.point) and self.process.poll() == -signal.SIGKILL
 
+    def unless_dead(self, ask: Callable[[], T]) -> T | None:
+        """Return the result of `ask`; None where the daemon dies first. Raises Broken where it lives, but fails."""
+        try:
+            return ask()
+        except (KVCacheError, OSError, AssertionError) as error:
+            try:
+                self.process.wait(START_SECONDS)  # it may be about to die
+            except subprocess.TimeoutExpired:
+                raise Broken(f"{error}\n{self.log}") from None
+            return None
+
     def ready(self) -> bool:
         """Wait until it answers; False where it ended before."""
-        until = time.monotonic() + START_SECONDS
-        while self.alive:
-            try:
-                with AdminClient(self.endpoint, timeout=1.0):
-                    return True
-            except (KVCacheError, OSError):
-                time.sleep(LOOK)
-            if time.monotonic() > until:
-                raise Broken(f"the daemon is not ready after {START_SECONDS} s:\n{self.log}")
-        return False
+        return self.unless_dead(self.wait_ready) is not None
 
-    def status(self) -> dict[str, Any] | None:
-        """Return its figures; None where it has died."""
-        until = time.monotonic() + START_SECONDS
-        while self.alive:
-            try:
-                with AdminClient(self.endpoint, "chaos", timeout=10.0) as admin:
-                    found: dict[str, Any] = msgspec.to_builtins(admin.status())
-                    return found
-            except (KVCacheError, OSError) as error:  # it may be about to die
-                if time.monotonic() > until:
-                    raise Broken(f"the daemon does not tell its status: {error}\n{self.log}") from None
-                time.sleep(LOOK)
-        return None
-
-    def wait(self, what: str, found: Callable[[dict[str, Any]], bool], seconds: float = 30.0) -> dict[str, Any] | None:
+    def wait(self, what: str, found: Callable[[dict[str, Any]], bool]) -> dict[str, Any] | None:
         """Return the first status for which `found` holds; None where it dies first."""
-        until = time.monotonic() + seconds
-        while (status := self.status()) is not None:
-            if found(status):
-                return status
-            if time.monotonic() > until:
-                raise Broken(f"{what} did not come: {json.dumps(status)}")
-            time.sleep(LOOK)
-        return None
+        return self.unless_dead(lambda: self.wait_status(found, what))
 
     def sound(self) -> bool:
         """Let it check what must always hold; False where it dies before it has said."""
-        before = self.status()
-        if before is None:
-            return False
-        checks = before["daemon"]["integrity"]["checks"]
-        self.process.send_signal(signal.SIGUSR1)
-        after = self.wait("the integrity check", lambda status: status["daemon"]["integrity"]["checks"] > checks)
-        if after is not None and after["daemon"]["integrity"]["failures"]:
+        failures = self.unless_dead(self.integrity_failures)
+        if failures:
             raise Broken(f"integrity:\n{self.log}")
-        return after is not None
+        return failures is not None
 
     def end(self, signum: int) -> int:
         self.point = "" if self.alive else self.point
@@ -127,14 +86,8 @@ class Daemon:
         try:
             return self.process.wait(20)
         except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
+            self.kill()
             raise Broken(f"the daemon does not stop:\n{self.log}") from None
-
-
-def discard(endpoint: str, region_dir: str = "/dev/shm") -> None:
-    """Remove the region that the last daemon of `endpoint` has left for the next one."""
-    remove_regions(region_dir, socket_path(endpoint))
 
 
 class Crowd:

@@ -28,12 +28,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
-sys.path.insert(0, str(Path(__file__).parent))
-
 import blocks
 import schedule
-from fleet import LOOK, Broken, Crowd, Daemon, discard
+from fleet import LOOK, Broken, Crowd, Daemon
 from payload import prompt
 
 from kvcache_client import Session
@@ -81,7 +78,8 @@ class Run:
     def start(self, point: str = "", fresh: bool = False, size: str = "") -> bool:
         """Start the daemon; False where it died on the way."""
         self.daemon = Daemon(
-            *(self.endpoint, self.folder, point, fresh and self.survivors),
+            *(self.endpoint, self.folder, point),
+            fresh=fresh and self.survivors,
             size=size or (schedule.ROOMY if self.plan.roomy else schedule.TIGHT),
             region_dir=self.region_dir,
             quarantine=self.plan.quarantine,
@@ -147,7 +145,7 @@ class Run:
 
     def audit(self) -> None:
         """Look for every block that this region has acknowledged; where it had to evict none, all must be there."""
-        status = self.daemon.status() if self.daemon else None
+        status = self.daemon.unless_dead(self.daemon.status) if self.daemon else None
         if status is None:
             return
         region_id = status["pool"]["region_id"]
@@ -222,10 +220,9 @@ class Run:
 
     def tidy(self) -> None:
         self.crowd.close()
-        if self.daemon is not None and self.daemon.alive:
-            self.daemon.process.kill()
-            self.daemon.process.wait()
-        discard(self.endpoint, self.region_dir)
+        if self.daemon is not None:
+            self.daemon.kill()
+            self.daemon.tidy()
 
     def line(self) -> dict[str, Any]:
         totals = {name: count for name, count in self.crowd.totals().items() if count}

@@ -8,18 +8,7 @@ from dataclasses import dataclass, field, replace
 
 # Seeds take turns at them; `--themes` chooses some.
 THEMES = (
-    *(
-        "store",
-        "before-reply",
-        "after-reply",
-        "evict",
-        "grant",
-        "settle",
-        "session",
-        "start",
-        "rebuild",
-        "notes",
-    ),
+    *("store", "before-reply", "after-reply", "evict", "grant", "settle", "session", "start", "rebuild", "notes"),
     *("instant", "fresh", "client-kill", "client-stop", "ranks", "proxy", "daemon-stop", "full", "clock"),
 )
 # How many arrivals a theme's point may wait for: about what the traffic of a life brings.
@@ -110,12 +99,6 @@ def again(client: Client) -> Client:
     draw = random.Random(f"{client.seed} {client.incarnation + 1}")
     born = replace(client, incarnation=client.incarnation + 1, seed=draw.getrandbits(32))
     return _doomed(draw, born)
-
-
-def whole(name: str, number: int) -> Client:
-    """Return an engine of one process that nothing happens to."""
-    kind = KINDS[number % len(KINDS)]
-    return Client(name, "whole", name, kind, SHARDS[kind], seed=number)
 
 
 def last(client: Client) -> Client:

@@ -24,11 +24,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
-sys.path.insert(0, str(Path(__file__).parent))
-
 import blocks
-from fleet import Broken, Daemon, discard
+from fleet import Broken, Daemon
 from payload import BRANCHES, FAMILIES, LENGTH, prompt
 from run import add_up, quiet
 
@@ -169,7 +166,7 @@ def _run(stack: contextlib.ExitStack, seconds: float, supersede_after: float, cu
             assert writer.stdout is not None
             writer.stdout.close()
         daemon.end(signal.SIGTERM)
-        discard(endpoint)
+        daemon.tidy()
         shutil.rmtree(folder, ignore_errors=True)
 
 

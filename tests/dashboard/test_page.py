@@ -48,6 +48,16 @@ def loaded(page: Any) -> Any:
     return page
 
 
+@pytest.fixture
+def show(start_dashboard: Any, open_page: Any) -> Callable[..., Any]:
+    """`show(api, *flags)` starts a dashboard for that daemon, and opens its page."""
+
+    def start(api: str, *flags: str, path: str | None = None, **options: Any) -> Any:
+        return loaded(open_page(start_dashboard("--api", api, *flags, path=path).url, **options))
+
+    return start
+
+
 def tell_token(page: Any, token: str) -> None:
     page.get_by_label("Token", exact=True).fill(token)
     page.get_by_role("button", name="Use it").click()
@@ -75,8 +85,8 @@ def ratio(part: int, whole: int) -> str:
     return f"{math.floor(1000 * part / whole + 0.5) / 10:.1f} %" if whole else "–"
 
 
-def test_the_page_shows_what_the_api_returns(scene: Scene, start_dashboard: Any, open_page: Any) -> None:
-    page = loaded(open_page(start_dashboard("--api", scene.api).url))
+def test_the_page_shows_what_the_api_returns(scene: Scene, show: Any) -> None:
+    page = show(scene.api)
     status = scene.status()
     pool, spaces = status["pool"], sorted(status["namespaces"], key=lambda space: -space["bytes"])
     hit, asked, lost = (
@@ -123,10 +133,11 @@ def test_the_page_shows_what_the_api_returns(scene: Scene, start_dashboard: Any,
         assert f"{cause.replace('_', ' ')} {blocks:,}" in " ".join(texts(page, "#evictions span")).replace("  ", " ")
     assert size(pool["pinned_bytes"]) in texts(page, "#pool-facts")[0]
     assert "memory" in texts(page, "#host")[0] and " of " in texts(page, "#host")[0]
+    assert page.locator("#namespaces").is_visible() and not page.locator("#tiers-section").is_visible()
     assert "NVIDIA" in texts(page, "#host-more")[0] or "device" in texts(page, "#host")[0]
 
 
-def test_tiers(start_daemon: Any, start_dashboard: Any, open_page: Any, tmp_path: Path) -> None:
+def test_tiers(start_daemon: Any, show: Any, tmp_path: Path) -> None:
     config = tmp_path / "kv.toml"
     tiers = {"disk": f"disk:{tmp_path}/tier?size=64MiB", "wrong": f"disk:{tmp_path}/other"}
     config.write_text("".join(f'[[tier]]\nname = "{name}"\nurl = "{url}"\n' for name, url in tiers.items()))
@@ -139,7 +150,7 @@ def test_tiers(start_daemon: Any, start_dashboard: Any, open_page: Any, tmp_path
         return " ".join(texts(page, f"#tiers tr[data-key={of}]"))
 
     wait(lambda: not tier()["off"], "the tier")
-    page = loaded(open_page(start_dashboard("--api", daemon.status()["daemon"]["http"]["address"]).url))
+    page = show(daemon.status()["daemon"]["http"]["address"])
     assert row(page, "disk") == "disk on 0 – 0 B 0 B/s 0 B 0 B/s"
     wait(lambda: row(page, "wrong") == "wrong its URL or settings are wrong – – – – – –", "why the other one is off")
     with Session.connect(daemon.endpoint, engine="first", deadline=5.0) as session:
@@ -154,11 +165,6 @@ def test_tiers(start_daemon: Any, start_dashboard: Any, open_page: Any, tmp_path
         wait(lambda: row(page, "disk") == "disk on 65 49.2 % 2.0 MiB 0 B/s 2.0 MiB 0 B/s", "what is read on the page")
         assert texts(page, "#tile-engines") == ["1"], "a tier is no engine"
         assert texts(page, "#tile-engines-more") == ["1 session, 0 away"]
-
-
-def test_without_tiers_there_is_no_table(scene: Scene, start_dashboard: Any, open_page: Any) -> None:
-    page = loaded(open_page(start_dashboard("--api", scene.api).url))
-    assert page.locator("#namespaces").is_visible() and not page.locator("#tiers-section").is_visible()
 
 
 def test_a_reload_keeps_the_history(scene: Scene, start_dashboard: Any, open_page: Any) -> None:
@@ -182,9 +188,9 @@ def test_a_reload_keeps_the_history(scene: Scene, start_dashboard: Any, open_pag
     assert page.locator("#chart-ratio text").all_text_contents()[:3] == ["0 %", "50 %", "100 %"]
 
 
-def test_actions_need_the_right_token_and_a_confirmation(scene: Scene, start_dashboard: Any, open_page: Any) -> None:
+def test_actions_need_the_right_token_and_a_confirmation(scene: Scene, show: Any, open_page: Any) -> None:
     open_page.expected.append("status of 403")
-    page = loaded(open_page(start_dashboard("--api", scene.api).url))
+    page = show(scene.api)
     before = scene.status()
     page.get_by_role("button", name="Clear all…").click()
     tell_token(page, "not-the-token-at-all")
@@ -219,13 +225,11 @@ def test_actions_need_the_right_token_and_a_confirmation(scene: Scene, start_das
     assert page.context.cookies() == []
 
 
-def test_a_restarted_daemon_with_a_session_to_fence_off(
-    start_daemon: Any, start_dashboard: Any, open_page: Any
-) -> None:
+def test_a_restarted_daemon_with_a_session_to_fence_off(start_daemon: Any, show: Any) -> None:
     flags = {"keep": "true", "quarantine": 0.5, "grace": 3600}
     daemon = start_daemon(**flags, http="127.0.0.1:0")
     api = daemon.status()["daemon"]["http"]["address"]
-    page = loaded(open_page(start_dashboard("--api", api).url))
+    page = show(api)
     with a_stuck_engine(daemon.endpoint) as stuck:
         page.locator("#sessions tr", has_text="stuck").wait_for()
         stuck.send_signal(signal.SIGSTOP)
@@ -303,11 +307,11 @@ def engines(tmp_path: Path, systemctl: Path) -> Callable[[], list[list[str]]]:
 
 
 def test_engines_are_listed_controlled_and_edited(
-    scene: Scene, start_dashboard: Any, open_page: Any, engines: Any, systemctl: Path, tmp_path: Path
+    scene: Scene, show: Any, open_page: Any, engines: Any, systemctl: Path, tmp_path: Path
 ) -> None:
     open_page.expected += ["status of 400", "status of 409", "status of 503"]
-    flags = ("--api", scene.api, "--manage", "vllm@*", "--env-folder", str(tmp_path / "vllm"))
-    page = loaded(open_page(start_dashboard(*flags, path=f"{systemctl}:/usr/bin:/bin").url))
+    flags = ("--manage", "vllm@*", "--env-folder", str(tmp_path / "vllm"))
+    page = show(scene.api, *flags, path=f"{systemctl}:/usr/bin:/bin")
     page.get_by_text("Engines are shown once you have entered the token.").wait_for()
     give_token(page, scene.token)
     page.locator(".engine").first.wait_for()
@@ -374,22 +378,20 @@ def test_engines_are_listed_controlled_and_edited(
     assert file.read_text() == ENV
 
 
-def test_without_systemd(scene: Scene, start_dashboard: Any, open_page: Any, tmp_path: Path) -> None:
+def test_without_systemd(scene: Scene, show: Any, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    page = loaded(
-        open_page(start_dashboard("--api", scene.api, "--manage", "vllm@*", path=str(tmp_path / "empty")).url)
-    )
+    page = show(scene.api, "--manage", "vllm@*", path=str(tmp_path / "empty"))
     give_token(page, scene.token)
     page.get_by_text("systemctl not found").wait_for()
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_no_horizontal_scrolling_on_a_small_phone(
-    scene: Scene, start_dashboard: Any, open_page: Any, engines: Any, systemctl: Path, tmp_path: Path, scheme: str
+    scene: Scene, show: Any, engines: Any, systemctl: Path, tmp_path: Path, scheme: str
 ) -> None:
-    flags = ("--api", scene.api, "--manage", "vllm@*", "--env-folder", str(tmp_path / "vllm"))
-    url = start_dashboard(*flags, path=f"{systemctl}:/usr/bin:/bin").url
-    page = loaded(open_page(url, width=360, has_touch=True, is_mobile=True, color_scheme=scheme))
+    flags = ("--manage", "vllm@*", "--env-folder", str(tmp_path / "vllm"))
+    phone = {"width": 360, "has_touch": True, "is_mobile": True, "color_scheme": scheme}
+    page = show(scene.api, *flags, path=f"{systemctl}:/usr/bin:/bin", **phone)
     give_token(page, scene.token)
     page.locator(".engine").first.wait_for()
     wide = """() => [document.documentElement.scrollWidth, ...[...document.querySelectorAll("body *")]
@@ -403,8 +405,8 @@ def test_no_horizontal_scrolling_on_a_small_phone(
     assert backs == {"light": "rgb(246, 247, 248)", "dark": "rgb(20, 24, 27)"}[scheme]
 
 
-def test_a_refresh_does_not_move_the_layout(scene: Scene, start_dashboard: Any, open_page: Any) -> None:
-    page = loaded(open_page(start_dashboard("--api", scene.api).url))
+def test_a_refresh_does_not_move_the_layout(scene: Scene, show: Any) -> None:
+    page = show(scene.api)
     where = """() => JSON.stringify([...document.querySelectorAll("section, h2, table, .chart")]
         .map((each) => each.getBoundingClientRect()))"""
     page.locator("#chart-used path").wait_for(state="attached")

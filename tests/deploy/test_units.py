@@ -43,49 +43,63 @@ def write(host: Nest, path: str, text: str) -> None:
     host.run("sh", "-c", 'mkdir -p "$(dirname "$0")" && printf "%s" "$1" > "$0"', path, text)
 
 
-class Engine:
-    """An engine in a mount namespace of its own, as a container: it sees the folder at another place, and no region."""
+class EngineUnit:
+    """An engine as vllm@NAME.service, with a drop-in: what it reads is a FIFO, what it says a file."""
 
-    def __init__(self, host: Nest) -> None:
-        inside = (
-            "mount --make-rprivate / && mkdir -p /run/nest/mnt && mount --bind /run/kvcache /run/nest/mnt && "
-            "mount -t tmpfs tmpfs /run/kvcache && mount -t tmpfs tmpfs /run/kvregion && "
-            "sed 's/-m kvcache_server/-u/' /run/nest/bin/kvcache-server > /run/nest/bin/python && "
-            'exec setpriv --clear-groups --reuid nobody --regid kvcache sh /run/nest/bin/python "$@"'
+    def __init__(self, host: Nest, name: str, drop_in: str) -> None:
+        self.host, self.unit, self._at, self._lines = host, f"vllm@{name}.service", f"/run/nest/{name}", 0
+        program = f"/run/nest/bin/python /run/nest/tree/tests/deploy/engine.py ${{KVCACHE_ENDPOINT}} {name}"
+        write(host, f"/etc/vllm/{name}.env", "KVCACHE_ENDPOINT=ipc:///run/kvcache/kvcache.sock\n")
+        write(
+            host,
+            f"/etc/systemd/system/{self.unit}.d/zz-engine.conf",  # after log.conf, which is for all
+            f"[Service]\n{drop_in}Restart=no\nExecStart=\nExecStart={program}\n"
+            f"StandardInput=file:{self._at}.in\nStandardOutput=append:{self._at}.out\n",
         )
-        script = "/run/nest/tree/tests/deploy/engine.py"
-        command = ["unshare", "--mount", "sh", "-c", inside, "sh", script, "ipc:///run/nest/mnt/kvcache.sock"]
-        self._process = subprocess.Popen(
-            host.command(*command), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
-        )
-        assert self.said() == "saved 8", host.log
+        host.run("sh", "-c", f"mkfifo {self._at}.in && touch {self._at}.out && systemctl daemon-reload")
+        host.run("systemctl", "start", "--no-block", self.unit)
+        feed = host.command("sh", "-c", f"exec cat > {self._at}.in")
+        self._feed = subprocess.Popen(feed, stdin=subprocess.PIPE, text=True, bufsize=1)
 
     def said(self) -> str:
-        assert self._process.stdout is not None
-        return self._process.stdout.readline().strip()
+        self._lines += 1
+        until = time.monotonic() + 60
+        while len(lines := self.host.run("cat", f"{self._at}.out").splitlines()) < self._lines:
+            assert time.monotonic() < until, f"{self.unit} says no more than {lines}:\n{self.host.log}"
+            time.sleep(0.05)
+        return lines[self._lines - 1]
 
-    def look(self, wanted: int = 8) -> str:
-        """Have it look for its blocks until it finds so many."""
-        assert self._process.stdin is not None
-        print(wanted, file=self._process.stdin)
+    def ask(self, line: object) -> str:
+        assert self._feed.stdin is not None
+        print(line, file=self._feed.stdin)
         return self.said()
 
     def close(self) -> None:
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.close()
-        self._process.wait(30)
-        self._process.stdout.close()
+        assert self._feed.stdin is not None
+        self._feed.stdin.close()
+        self._feed.wait(30)
+        self.host.wait(self.unit, "ActiveState", "inactive")
+
+
+MakeEngine = Callable[[str, str], EngineUnit]
 
 
 @pytest.fixture
-def engine(service: Nest) -> Iterator[Engine]:
-    until = time.monotonic() + 30
-    while "cleared" not in service.run(PROGRAM, "clear", check=False):  # not while engines may come back
-        assert time.monotonic() < until
-        time.sleep(0.1)
-    engine = Engine(service)
-    yield engine
-    engine.close()
+def engine_unit(service: Nest) -> Iterator[MakeEngine]:
+    """Makes engines as units: a name, and the settings of a drop-in for the shipped example."""
+    service.run("sh", "-c", "cp /run/nest/tree/deploy/systemd/vllm@.service /etc/systemd/system/")
+    service.run("sh", "-c", "id -u vllm > /dev/null 2>&1 || useradd --system --user-group vllm")
+    service.run("sh", "-c", "sed 's/-m kvcache_server/-u/' /run/nest/bin/kvcache-server > /run/nest/bin/python")
+    service.run("chmod", "755", "/run/nest/bin/python")
+    engines: list[EngineUnit] = []
+
+    def make(name: str, drop_in: str) -> EngineUnit:
+        engines.append(EngineUnit(service, name, drop_in))
+        return engines[-1]
+
+    yield make
+    for each in engines:
+        each.close()
 
 
 def test_the_daemon_is_ready_when_systemd_reports_it(machine: Nest) -> None:
@@ -146,28 +160,32 @@ def test_reload(service: Nest) -> None:
     service.wait(UNIT, "ActiveState", "active")
 
 
-def test_a_killed_daemon_comes_back(service: Nest, engine: Engine) -> None:
+def test_a_killed_daemon_comes_back(service: Nest, engine_unit: MakeEngine) -> None:
+    engine = engine_unit("beside-killed", "")
+    assert engine.said() == "saved 8"
     restarts = int(service.show(UNIT, "NRestarts"))
     service.run("systemctl", "kill", "--signal=KILL", UNIT)
-    assert engine.look() == "found 8"
+    assert engine.ask(8) == "found 8"
     service.wait(UNIT, "NRestarts", str(restarts + 1))
     service.wait(UNIT, "ActiveState", "active")
 
 
-def test_a_daemon_that_hangs_is_restarted(service: Nest, engine: Engine) -> None:
+def test_a_daemon_that_hangs_is_restarted(service: Nest, engine_unit: MakeEngine) -> None:
+    engine = engine_unit("beside-hung", "")
+    assert engine.said() == "saved 8"
     drop_in = f"/etc/systemd/system/{UNIT}.d/watchdog.conf"
     write(service, drop_in, "[Service]\nWatchdogSec=2\n")
     try:
         service.run("systemctl", "daemon-reload")
         service.run("systemctl", "restart", UNIT)
-        assert engine.look() == "found 8"
+        assert engine.ask(8) == "found 8"
         hung = service.show(UNIT, "MainPID")
         service.run("kill", "-STOP", hung)
         service.wait(UNIT, "NRestarts", "1")
         service.wait(UNIT, "ActiveState", "active")
         assert service.show(UNIT, "MainPID") != hung
         assert "Fatal Python error: Aborted" in service.log  # where it hung
-        assert engine.look() == "found 8"
+        assert engine.ask(8) == "found 8"
     finally:
         service.run("rm", drop_in)
         service.run("systemctl", "daemon-reload")
@@ -258,7 +276,6 @@ def test_the_daemon_s_memory_is_freed_by_its_user(service: Nest) -> None:
 
 # What an operator may put into a drop-in of an engine's unit.
 HARDENED = """
-[Service]
 PrivateTmp=yes
 PrivateDevices=yes
 PrivateIPC=yes
@@ -287,63 +304,7 @@ USERS = "PrivateUsers=yes\n"
 NAMED = "Environment=KVCACHE_SERVER_UIDS=65534\n"
 
 
-class EngineUnit:
-    """An engine as vllm@NAME.service, with a drop-in: what it reads is a FIFO, what it says a file."""
-
-    def __init__(self, host: Nest, name: str, drop_in: str) -> None:
-        self.host, self.unit, self._at, self._lines = host, f"vllm@{name}.service", f"/run/nest/{name}", 0
-        program = f"/run/nest/bin/python /run/nest/tree/tests/deploy/engine.py ${{KVCACHE_ENDPOINT}} {name}"
-        write(host, f"/etc/vllm/{name}.env", "KVCACHE_ENDPOINT=ipc:///run/kvcache/kvcache.sock\n")
-        write(
-            host,
-            f"/etc/systemd/system/{self.unit}.d/zz-engine.conf",  # after log.conf, which is for all
-            f"{drop_in}Restart=no\nExecStart=\nExecStart={program}\n"
-            f"StandardInput=file:{self._at}.in\nStandardOutput=append:{self._at}.out\n",
-        )
-        host.run("sh", "-c", f"mkfifo {self._at}.in && touch {self._at}.out && systemctl daemon-reload")
-        host.run("systemctl", "start", "--no-block", self.unit)
-        feed = host.command("sh", "-c", f"exec cat > {self._at}.in")
-        self._feed = subprocess.Popen(feed, stdin=subprocess.PIPE, text=True, bufsize=1)
-
-    def said(self) -> str:
-        self._lines += 1
-        until = time.monotonic() + 60
-        while len(lines := self.host.run("cat", f"{self._at}.out").splitlines()) < self._lines:
-            assert time.monotonic() < until, f"{self.unit} says no more than {lines}:\n{self.host.log}"
-            time.sleep(0.05)
-        return lines[self._lines - 1]
-
-    def ask(self, line: object) -> str:
-        assert self._feed.stdin is not None
-        print(line, file=self._feed.stdin)
-        return self.said()
-
-    def close(self) -> None:
-        assert self._feed.stdin is not None
-        self._feed.stdin.close()
-        self._feed.wait(30)
-        self.host.wait(self.unit, "ActiveState", "inactive")
-
-
-@pytest.fixture
-def engine_unit(service: Nest) -> Iterator[Callable[[str, str], EngineUnit]]:
-    """Makes engines as units: a name, and a drop-in of the shipped example."""
-    service.run("sh", "-c", "cp /run/nest/tree/deploy/systemd/vllm@.service /etc/systemd/system/")
-    service.run("sh", "-c", "id -u vllm > /dev/null 2>&1 || useradd --system --user-group vllm")
-    service.run("sh", "-c", "sed 's/-m kvcache_server/-u/' /run/nest/bin/kvcache-server > /run/nest/bin/python")
-    service.run("chmod", "755", "/run/nest/bin/python")
-    engines: list[EngineUnit] = []
-
-    def make(name: str, drop_in: str) -> EngineUnit:
-        engines.append(EngineUnit(service, name, drop_in))
-        return engines[-1]
-
-    yield make
-    for each in engines:
-        each.close()
-
-
-def test_hardened_engines_continue_after_restarts(service: Nest, engine_unit: Callable[[str, str], EngineUnit]) -> None:
+def test_hardened_engines_continue_after_restarts(service: Nest, engine_unit: MakeEngine) -> None:
     engines = [engine_unit("hardened", HARDENED), engine_unit("users", HARDENED + USERS + NAMED)]
     unnamed = engine_unit("unnamed", HARDENED + USERS)
     assert [engine.said() for engine in engines] == ["saved 8"] * 2
@@ -358,6 +319,7 @@ def test_hardened_engines_continue_after_restarts(service: Nest, engine_unit: Ca
     assert service.show(UNIT, "MainPID") != before
     assert [engine.ask(8) for engine in engines] == ["found 8"] * 2
     assert {each["id"] for each in stats(service)["sessions"]} == sessions  # re-attached, not anew
+    service.wait_log("resumed: engine hardened")
     service.run("systemctl", "stop", UNIT)
     assert [engine.ask(0) for engine in engines] == ["found 0"] * 2  # they run on, without hits
     assert service.run("stat", "-c", "%i", "/run/kvcache") == folder  # which containers have mounted

@@ -3,7 +3,8 @@
     {"op": "make_model", "folder": ..., "config": {...}}
     {"op": "open", ...LLM arguments, "connector": {...} | null}
     {"op": "generate", "prompts": [[token, ...], ...], "max_tokens": 8, "abort": [index, ...],
-     "lora": [name, number, folder] | null, "salt": "..." | null, "embedded": hidden size | null}
+     "lora": [name, number, folder] | null}
+    {"op": "add", "prompts": [[token, ...], ...]}, {"op": "finish", "steps": 3}
     {"op": "load", "lora": [name, number, folder]}
     {"op": "reset", "connector": false}
     {"op": "environ", "NAME": "value", ...}
@@ -17,7 +18,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-import time
 import traceback
 from typing import Any
 
@@ -50,9 +50,8 @@ class Engine:
             from vllm.config import KVEventsConfig
 
             arguments["kv_events_config"] = KVEventsConfig(**arguments["kv_events_config"])
-        begin = time.perf_counter()
         self.llm = LLM(**arguments)
-        return {"seconds": time.perf_counter() - begin}
+        return {}
 
     def generate(
         self,
@@ -61,76 +60,49 @@ class Engine:
         abort: list[int] | None = None,
         steps_before_abort: int = 2,
         lora: list[Any] | None = None,
-        salt: str | None = None,
-        embedded: int | None = None,
     ) -> dict[str, Any]:
-        """Run all prompts at once, greedily, and return their tokens; those of `abort` are aborted on the way.
-
-        With `embedded`, the engine gets rows of a random table instead of tokens.
-        """
-        from vllm import SamplingParams
-        from vllm.lora.request import LoRARequest
-
-        engine = self.llm.llm_engine
-        adapter = LoRARequest(*lora) if lora else None
-        more = {"cache_salt": salt} if salt else {}
-        parameters = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
-        names = []
-        begin = time.perf_counter()
-        for prompt in prompts:
-            self.number += 1
-            names.append(f"r{self.number}")
-            given = {"prompt_embeds": _embed(prompt, embedded)} if embedded else {"prompt_token_ids": prompt}
-            engine.add_request(names[-1], given | more, parameters, lora_request=adapter)
-        doomed = [names[index] for index in abort or ()]
-        tokens: dict[str, list[int]] = {}
-        cached: dict[str, int | None] = {}
-        first: dict[str, float] = {}
-        steps = 0
-        while engine.has_unfinished_requests():
-            for output in engine.step():
-                first.setdefault(output.request_id, time.perf_counter() - begin)
-                if output.finished:
-                    tokens[output.request_id] = list(output.outputs[0].token_ids)
-                    cached[output.request_id] = output.num_cached_tokens
-            steps += 1
-            if doomed and steps >= steps_before_abort:
-                engine.abort_request(doomed)
-                doomed = []
-        return {
-            "tokens": [tokens.get(name) for name in names],
-            "cached": [cached.get(name) for name in names],
-            "seconds": time.perf_counter() - begin,
-            "first": [first.get(name) for name in names],
-        }
+        """Run all prompts at once, greedily, and return their tokens; those of `abort` are aborted on the way."""
+        names = self.add(prompts, max_tokens, lora)["names"]
+        found: dict[str, dict[str, Any]] = {"tokens": {}, "cached": {}}
+        if abort:
+            found = self.finish(steps_before_abort)
+            self.llm.llm_engine.abort_request([names[index] for index in abort])
+        found = {key: found[key] | more for key, more in self.finish().items()}
+        return {key: [values.get(name) for name in names] for key, values in found.items()}
 
     def load(self, lora: list[Any]) -> dict[str, Any]:
         from vllm.lora.request import LoRARequest
 
         return {"loaded": self.llm.llm_engine.add_lora(LoRARequest(*lora))}
 
-    def add(self, prompts: list[list[int]], max_tokens: int = 8) -> dict[str, Any]:
+    def add(self, prompts: list[list[int]], max_tokens: int = 8, lora: list[Any] | None = None) -> dict[str, Any]:
         """Begin requests without waiting for them."""
         from vllm import SamplingParams
+        from vllm.lora.request import LoRARequest
 
+        adapter = LoRARequest(*lora) if lora else None
         parameters = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
         names = []
         for prompt in prompts:
             self.number += 1
             names.append(f"r{self.number}")
-            self.llm.llm_engine.add_request(names[-1], {"prompt_token_ids": prompt}, parameters)
+            given = {"prompt_token_ids": prompt}
+            self.llm.llm_engine.add_request(names[-1], given, parameters, lora_request=adapter)
         return {"names": names}
 
     def finish(self, steps: int = 0) -> dict[str, Any]:
-        """Take `steps` steps, or as many as there are; return the tokens of the requests that ended."""
+        """Take `steps` steps, or as many as there are; return of the requests that ended their tokens, and how many
+        tokens of their prompts were cached."""
         tokens: dict[str, list[int]] = {}
+        cached: dict[str, int | None] = {}
         taken = 0
         while self.llm.llm_engine.has_unfinished_requests() and (not steps or taken < steps):
             for output in self.llm.llm_engine.step():
                 if output.finished:
                     tokens[output.request_id] = list(output.outputs[0].token_ids)
+                    cached[output.request_id] = output.num_cached_tokens
             taken += 1
-        return {"tokens": tokens}
+        return {"tokens": tokens, "cached": cached}
 
     def reset(self, running: bool = False, connector: bool = False) -> dict[str, Any]:
         return {"reset": self.llm.llm_engine.reset_prefix_cache(running, connector)}
@@ -147,12 +119,6 @@ class Engine:
             self.llm.llm_engine.engine_core.shutdown()
             self.llm = None
         return {}
-
-
-def _embed(tokens: list[int], size: int) -> Any:
-    import torch
-
-    return torch.randn(512, size, generator=torch.Generator().manual_seed(0))[tokens]
 
 
 def main(descriptor: int) -> None:

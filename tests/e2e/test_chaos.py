@@ -7,14 +7,13 @@ KVCACHE_CHAOS_REQUESTS sets how many requests the batch has: 24 where it is not 
 from __future__ import annotations
 
 import os
-import signal
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from cache_state import BLOCK, hits, wait_attached, wait_idle
 
-BLOCK = 32
 REQUESTS = int(os.environ.get("KVCACHE_CHAOS_REQUESTS", "24"))
 TOKENS = 24
 PATIENCE = 60.0
@@ -69,24 +68,6 @@ def prompts(prompt: Any) -> list[list[int]]:
     return [prompt((4 + n % 5) * BLOCK + n, shared) for n in range(REQUESTS)]
 
 
-def attached(daemon: Any, engine: str) -> None:
-    daemon.wait_status(
-        lambda s: len([e for e in s["sessions"] if e["engine"].startswith(f"{engine}-") and e["namespaces"]]) == 2,
-        f"scheduler and rank of {engine}",
-    )
-
-
-def idle(daemon: Any) -> None:
-    daemon.wait_status(
-        lambda s: not s["pool"]["blocks_writing"] and not s["pool"]["pinned_bytes"] and not s["pool"]["blocks_hidden"],
-        "an idle cache",
-    )
-
-
-def hits(daemon: Any) -> int:
-    return sum(namespace["hit_blocks"] for namespace in daemon.status()["namespaces"])
-
-
 def in_use_again(engine: Any, daemon: Any, prompts: list[list[int]], expected: list[list[int]]) -> None:
     """Ask until there are hits: on a busy machine an answer may come too late, and the breaker opens for a while."""
     before, until = hits(daemon), time.monotonic() + PATIENCE
@@ -94,21 +75,16 @@ def in_use_again(engine: Any, daemon: Any, prompts: list[list[int]], expected: l
         assert time.monotonic() < until, "the cache is not in use again"
         assert engine.ask("reset")["reset"]
         assert engine.generate(*prompts, max_tokens=TOKENS) == expected
-        idle(daemon)
+        wait_idle(daemon)
 
 
 def test_a_batch_with_the_daemon_killed_twice_and_an_engine_once(
-    engines: Any,
-    engine: Any,
-    daemon: list[Any],
-    start: Callable[..., Any],
-    prompts: list[list[int]],
-    reference: Any,
+    engines: Any, engine: Any, daemon: list[Any], start: Callable[..., Any], prompts: list[list[int]], reference: Any
 ) -> None:
     expected = reference(prompts, TOKENS)
     # Half of the prompts are cached already, so that the batch loads and saves.
     assert engine.generate(*prompts[: REQUESTS // 2], max_tokens=TOKENS) == expected[: REQUESTS // 2]
-    idle(daemon[-1])
+    wait_idle(daemon[-1])
     assert engine.ask("reset")["reset"]
     neighbour = engines("neighbour", daemon[-1].endpoint, extra={"deadline_ms": 500})
 
@@ -121,7 +97,7 @@ def test_a_batch_with_the_daemon_killed_twice_and_an_engine_once(
     daemon.append(start())
     batch.until(REQUESTS * 2 // 3)
     neighbour.kill()  # in the middle of a batch of its own
-    attached(daemon[-1], "batch")
+    wait_attached(daemon[-1], "batch")
     batch.until(REQUESTS // 3)
     daemon[-1].kill()
     batch.step(2)
@@ -130,45 +106,6 @@ def test_a_batch_with_the_daemon_killed_twice_and_an_engine_once(
     assert [answer is None for answer in answers] == [False] * REQUESTS, "all are answered"
     assert answers == expected
 
-    attached(daemon[-1], "batch")
-    in_use_again(engine, daemon[-1], prompts, expected)
-    assert "/kvcache_client/" not in engine.log, "a traceback of ours"
-
-
-@pytest.mark.long  # a batch more
-def test_a_batch_with_the_daemon_stopped_for_three_seconds(
-    engine: Any, daemon: list[Any], prompts: list[list[int]], reference: Any
-) -> None:
-    expected = reference(prompts, TOKENS)
-    attached(daemon[-1], "batch")
-    batch = Batch(engine, prompts)
-    batch.step(4)
-    daemon[-1].process.send_signal(signal.SIGSTOP)
-    try:
-        until = time.monotonic() + 3
-        while time.monotonic() < until and batch.left:
-            batch.step(1)
-        time.sleep(max(0.0, until - time.monotonic()))
-    finally:
-        daemon[-1].process.send_signal(signal.SIGCONT)
-    assert batch.end() == expected
-    idle(daemon[-1])
-
-
-@pytest.mark.long  # tests/integration has this for sessions
-def test_a_batch_with_the_daemon_restarted_with_another_region(
-    engine: Any, daemon: list[Any], start: Callable[..., Any], prompts: list[list[int]], reference: Any
-) -> None:
-    expected = reference(prompts, TOKENS)
-    attached(daemon[-1], "batch")
-    assert engine.generate(*prompts, max_tokens=TOKENS) == expected
-    idle(daemon[-1])
-    assert engine.ask("reset")["reset"]
-    batch = Batch(engine, prompts)
-    batch.step(3)  # loads are under way
-    daemon[-1].kill()
-    daemon.append(start(fresh=True))
-    assert batch.end() == expected
-    attached(daemon[-1], "batch")
+    wait_attached(daemon[-1], "batch")
     in_use_again(engine, daemon[-1], prompts, expected)
     assert "/kvcache_client/" not in engine.log, "a traceback of ours"

@@ -1,4 +1,4 @@
-"""LoRA adapters and embeddings in real engines: no block is used for another content, and no token differs."""
+"""LoRA adapters in real engines: no block is used for another content, and no token differs."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cache_state import BLOCK, wait_idle
 from safetensors.numpy import save_file
 
 pytestmark = pytest.mark.long  # tests/client/vllm has it with all schedulers
 
-BLOCK, RANK = 32, 8
-OPTIONS = {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 1, "max_lora_rank": RANK, "enable_prompt_embeds": True}
+RANK = 8
+OPTIONS = {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 1, "max_lora_rank": RANK}
 LAYERS, HIDDEN, KV = 4, 128, 64  # as conftest.py's model has them
 MODULES = {"q_proj": HIDDEN, "k_proj": KV, "v_proj": KV, "o_proj": HIDDEN}
 
@@ -57,12 +58,13 @@ def two(start: Any, one: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def plain(engines: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """`plain(prompt, seed, salt)` is what an engine without the connector answers; it never saw the adapter before."""
+    """`plain(prompt, seed)` is what an engine without the connector answers; it never saw the adapter before."""
     engine, number = engines("plain", **OPTIONS), 0
 
-    def ask(prompt: list[int], seed: int | None = None, **facts: Any) -> Any:
+    def ask(prompt: list[int], seed: int | None = None) -> Any:
         nonlocal number
         number += 1
+        facts: dict[str, Any] = {}
         if seed is not None:
             folder = write_adapter(tmp_path_factory.mktemp("plain") / "adapter", seed)
             facts["lora"] = [f"plain {number}", number, str(folder)]
@@ -81,8 +83,7 @@ def load(engine: Any, *adapter: Any) -> dict[str, list[Any]]:
 
 def hits(daemon: Any) -> tuple[int, int, int]:
     """Requested, hit and present blocks, once nothing is being saved."""
-    status = daemon.wait_status(lambda s: not s["pool"]["blocks_writing"], "the end of all saves")
-    (namespace,) = status["namespaces"]
+    (namespace,) = wait_idle(daemon)["namespaces"]
     return namespace["requested_blocks"], namespace["hit_blocks"], namespace["blocks"]
 
 
@@ -125,45 +126,3 @@ def test_two_adapters_of_one_name_and_a_rewritten_folder(
     assert one.generate(later, **with_adapter) == plain(later, 2)
     assert counted(daemon, before) == (0, 0, 0)
     assert "blocks of the LoRA adapter" in one.log
-
-
-def test_a_folder_that_is_rewritten_after_it_was_loaded(
-    one: Any, plain: Any, daemon: Any, prompt: Any, tmp_path: Path
-) -> None:
-    """As with `--lora-modules`: the ranks load it before there is a request for it."""
-    asked, folder = prompt(5 * BLOCK + 7), write_adapter(tmp_path / "adapter", 4)
-    adapter = ["loaded before", 10, str(folder)]
-    one.ask("load", lora=adapter)
-    write_adapter(folder, 5)
-    before = hits(daemon)
-    assert one.generate(asked, lora=adapter) == plain(asked, 4)
-    assert counted(daemon, before) == (0, 0, 0)
-
-
-def test_salts_with_an_adapter(one: Any, two: Any, plain: Any, daemon: Any, prompt: Any, tmp_path: Path) -> None:
-    asked, folder = prompt(5 * BLOCK + 7), write_adapter(tmp_path / "adapter", 6)
-    answer = plain(asked, 6)
-    for engine, salt, hit in ((one, "a", 0), (two, "b", 0), (two, "a", 5), (one, "b", 5)):
-        adapter, before = load(engine, "salted", 20, str(folder)), hits(daemon)
-        assert engine.generate(asked, salt=salt, **adapter) == answer
-        assert counted(daemon, before) == (5, hit, 5 - hit)
-
-
-def test_embeddings_as_a_prompt(one: Any, two: Any, plain: Any, daemon: Any, prompt: Any, tmp_path: Path) -> None:
-    asked, folder = prompt(5 * BLOCK + 7), write_adapter(tmp_path / "adapter", 7)
-    longer = asked[: 3 * BLOCK] + prompt(2 * BLOCK + 7)
-    adapter = {"lora": ["embedded", 30, str(folder)]}
-    for engine in (one, two):
-        load(engine, *adapter["lora"])
-    for given, seed, facts, hit in (
-        (asked, None, {}, (0, 5)),
-        (asked, 7, adapter, (0, 5)),
-        (longer, 7, adapter, (3, 5)),
-    ):
-        answer = plain(given, seed, embedded=HIDDEN)
-        for engine, blocks in zip((one, two), hit, strict=True):
-            engine.ask("reset")
-            before = hits(daemon)
-            assert engine.generate(given, embedded=HIDDEN, **facts) == answer
-            assert counted(daemon, before)[1:] == (blocks, 5 - blocks)
-    assert plain(asked, embedded=HIDDEN) != plain(asked)

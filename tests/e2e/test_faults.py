@@ -6,10 +6,10 @@ import random
 from typing import Any
 
 import pytest
+from cache_state import BLOCK, wait_idle
 
-pytestmark = pytest.mark.long  # tests/client/vllm has them with all schedulers
+pytestmark = pytest.mark.long  # minutes
 
-BLOCK = 32
 OFF = "this engine runs without the KV cache server"
 
 # What raises, and in how many lines the engine says that it runs without a cache.
@@ -46,14 +46,6 @@ FAULTS = {
 }
 
 
-# One of each kind: while it is set up, in hooks of scheduler and rank, in a thread, at the end. The others are long.
-OF_EACH_KIND = {
-    *("scheduler_side.open_session", "Scheduler.matched_tokens", "Scheduler.close", "Worker.load", "Loads._not_filled"),
-    "CpuDevice._copy",
-}
-assert set(FAULTS) > OF_EACH_KIND
-
-
 @pytest.fixture(scope="module")
 def daemon(start_module_daemon: Any) -> Any:
     return start_module_daemon(size="64MiB")
@@ -66,15 +58,12 @@ def stored(reopened: Any, daemon: Any) -> list[list[int]]:
     prompts = [[draw.randrange(3, 512) for _ in range(6 * BLOCK + n)] for n in range(1, 4)]
     engine = reopened("sound", daemon.endpoint)
     engine.generate(*prompts)
-    while daemon.status()["pool"]["blocks"] < 18:
-        engine.generate([3, 4, 5])  # saves that were granted after the last step are shipped with the next one
+    wait_idle(daemon, engine)
     engine.ask("close")
     return prompts
 
 
-@pytest.mark.parametrize(
-    "fault", [pytest.param(fault, marks=() if fault in OF_EACH_KIND else pytest.mark.long) for fault in FAULTS]
-)
+@pytest.mark.parametrize("fault", FAULTS)
 def test_the_engine_answers_without_what_raises(
     reopened: Any, daemon: Any, stored: list[list[int]], prompt: Any, reference: Any, fault: str
 ) -> None:

@@ -1,4 +1,4 @@
-"""Hints of requests through vLLM's OpenAI server: what stays, what goes first, and what is refused."""
+"""Hints of requests through vLLM's OpenAI server."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import random
 from typing import Any
 
 import pytest
+from cache_state import BLOCK, BLOCK_BYTES, hits, wait_idle
 
-BLOCK, BLOCK_BYTES = 32, 64 << 10  # tokens and bytes of a block of the model
 POOL = 64  # blocks; rows take a 32nd part of their size
 PROMPT = 8  # blocks
-pytestmark = [pytest.mark.timeout(600), pytest.mark.long]  # tests/server and tests/client have hints without engines
+pytestmark = [pytest.mark.timeout(600), pytest.mark.long]  # tests/server and tests/client have hints of all kinds
 
 
 @pytest.fixture(scope="module")
 def daemon(start_module_daemon: Any) -> Any:
-    return start_module_daemon(size=str(POOL * BLOCK_BYTES * 33 // 32), retain_quota=0.2)
+    return start_module_daemon(size=str(POOL * BLOCK_BYTES * 33 // 32))
 
 
 @pytest.fixture(scope="module")
@@ -35,30 +35,13 @@ def hint(server: Any, prompt: list[int], **hints: Any) -> None:
     server.complete(prompt, 1, kv_transfer_params={"kvcache": hints})
 
 
-def wait_saved(daemon: Any) -> dict[str, Any]:
-    held = ("leases", "reservations", "blocks_writing", "blocks_hidden")
-    return daemon.wait_status(lambda s: not any(s["pool"][name] for name in held), "an idle cache")
-
-
 def hit_blocks(daemon: Any, server: Any, prompt: list[int]) -> int:
     """How many blocks of a prompt the daemon has."""
-
-    def figure() -> int:
-        return sum(space["hit_blocks"] for space in wait_saved(daemon)["namespaces"])
-
-    before = figure()
+    wait_idle(daemon)
+    before = hits(daemon)
     hint(server, prompt, drop=True)  # asking must not store it
-    return figure() - before
-
-
-def flood(daemon: Any, server: Any, blocks: int) -> None:
-    """Prompts that are each asked for twice, at once: what nobody asked for again for longer is worth less."""
-    for number in range(-(-blocks // (4 * PROMPT))):
-        draw = random.Random(f"flood {number}")
-        asked = [draw.randrange(3, 512) for _ in range(4 * PROMPT * BLOCK + 1)]
-        for _ in range(2):
-            server.complete(asked, 1)
-            wait_saved(daemon)
+    wait_idle(daemon)
+    return hits(daemon) - before
 
 
 def test_a_dropped_prompt_is_not_saved_and_one_that_is_over_goes_first(daemon: Any, server: Any, prompt: Any) -> None:
@@ -67,43 +50,14 @@ def test_a_dropped_prompt_is_not_saved_and_one_that_is_over_goes_first(daemon: A
     assert hit_blocks(daemon, server, prompt("once")) == 0
     hint(server, prompt("older"))
     hint(server, prompt("conversation"))
-    wait_saved(daemon)
+    wait_idle(daemon)
     hint(server, prompt("conversation"), done=True)
     daemon.wait_status(lambda s: s["hints"]["dropped_blocks"] == PROMPT, "the drop")
     free = daemon.status()["pool"]["free_bytes"] // BLOCK_BYTES
     draw = random.Random("a little")
     for blocks in (free // 2, free - free // 2, PROMPT):
         server.complete([draw.randrange(3, 512) for _ in range(blocks * BLOCK + 1)], 1)
-        wait_saved(daemon)
+        wait_idle(daemon)
     assert hit_blocks(daemon, server, prompt("conversation")) == 0
     assert daemon.status()["evictions"] == {"dropped": PROMPT}
     assert hit_blocks(daemon, server, prompt("older")) == PROMPT
-
-
-def test_a_retained_prompt_survives_a_flood_of_ten_times_the_pool(daemon: Any, server: Any, prompt: Any) -> None:
-    hint(server, prompt("kept"), retain={"seconds": 600})
-    hint(server, prompt("plain"))
-    daemon.wait_status(lambda s: s["hints"]["retained_bytes"] == PROMPT * BLOCK_BYTES, "the retention")
-    flood(daemon, server, 10 * POOL)
-    assert hit_blocks(daemon, server, prompt("kept")) == PROMPT
-    assert hit_blocks(daemon, server, prompt("plain")) == 0
-
-
-def test_a_refusal_by_the_quota_is_counted_and_explained(daemon: Any, server: Any, prompt: Any) -> None:
-    before = daemon.status()["hints"]["retained_bytes"] // BLOCK_BYTES  # by other tests
-    for name in ("more", "even more"):  # 12 blocks are a fifth of 64
-        hint(server, prompt(name), retain={"seconds": 600})
-    refused = before + 2 * PROMPT - 12
-    told = daemon.wait_status(lambda s: s["hints"]["refused"].get("quota") == refused, "all refusals")["hints"]
-    assert told["retained_bytes"] == 12 * BLOCK_BYTES <= told["quota_bytes"]
-    (engine,) = [each["engine"] for each in told["engines"]]
-    assert engine.startswith("hints-")
-
-
-def test_a_bad_hint_is_named_in_the_log_and_harms_nothing(daemon: Any, server: Any, prompt: Any) -> None:
-    for bad in ({"retain": {"secnods": 60}}, {"retain": 5}):
-        hint(server, prompt("bad"), **bad)
-    wait_saved(daemon)
-    assert hit_blocks(daemon, server, prompt("bad")) == PROMPT
-    assert "the hint of a request is ignored: kv_transfer_params, kvcache: Object contains unknown field" in server.log
-    assert "/kvcache_client/" not in server.log, "a traceback of ours"

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cache_state import figure, full, hits
 from conftest import a_short_folder, daemons_in
 from mooncake_servers import MooncakeStore, kill, missing
 from network import Network, network
 from redis_servers import Server
 from s3_server import S3Server, find_weed
 
-BLOCK = 32
 KINDS = ("redis", "s3", "mooncake")
 SECONDS = 60.0
 ATTEMPTS = 5  # where the machine is busy, a store may answer later than an engine waits
@@ -53,12 +53,6 @@ class Host:
 
     def figure(self, name: str) -> int:
         return sum(int(each.get(name, 0)) for each in self.tiers())
-
-    def hits(self) -> int:
-        return sum(each["hit_blocks"] for each in self.daemon.status()["namespaces"])
-
-    def requested(self) -> int:
-        return sum(each["requested_blocks"] for each in self.daemon.status()["namespaces"])
 
 
 def wait_for(reached: Callable[[], bool], what: str, host: Host) -> None:
@@ -113,10 +107,6 @@ def a_store(kind: str, folder: Path, address: str) -> Iterator[tuple[str, Callab
             yield mooncake.url, end
 
 
-def full(prompts: list[list[int]]) -> int:
-    return sum((len(prompt) - 1) // BLOCK for prompt in prompts)
-
-
 @pytest.mark.parametrize("kind", [KINDS[0], *(pytest.param(kind, marks=pytest.mark.long) for kind in KINDS[1:])])
 def test_one_host_hits_what_another_one_has_computed(
     two: tuple[Host, Host], hosts: Network, tmp_path: Path, prompt: Any, reference: Any, kind: str
@@ -127,17 +117,18 @@ def test_one_host_hits_what_another_one_has_computed(
         other.use(url)
         for _ in range(ATTEMPTS):
             prompts = [prompt(length) for length in (97, 200, 333, 480, 640)]
-            wanted, hits = one.figure("blocks_written") + full(prompts), other.hits()
-            requested = other.requested()
+            wanted, before = one.figure("blocks_written") + full(prompts), hits(other.daemon)
+            requested = figure(other.daemon, "requested_blocks")
             assert one.engine.generate(*prompts) == reference(prompts)
             wait_for(lambda wanted=wanted: one.figure("blocks_written") >= wanted, "writes", one)
             if kind == "s3":
                 time.sleep(1.0)  # it looks now and then for what others have stored
             assert other.engine.generate(*prompts) == reference(prompts)
-            if other.hits() - hits >= full(prompts):
+            if hits(other.daemon) - before >= full(prompts):
                 break
-        assert other.hits() - hits >= full(prompts), "a first pass hits"
-        assert other.requested() - requested == full(prompts), "a request that waits for the store counts once"
+        assert hits(other.daemon) - before >= full(prompts), "a first pass hits"
+        asked = figure(other.daemon, "requested_blocks") - requested
+        assert asked == full(prompts), "a request that waits for the store counts once"
         assert other.figure("blocks_brought") >= full(prompts)
 
         # The store is killed while both work.

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import pytest
+from cache_state import BLOCK
 
 pytestmark = pytest.mark.long  # engines more
-
-BLOCK = 32
 
 
 def named(daemon: Any) -> dict[str, list[str]]:
@@ -19,21 +17,6 @@ def named(daemon: Any) -> dict[str, list[str]]:
         if session["engine"] != "kvcache-server test":
             found.setdefault(session["engine"], []).append(session["label"])
     return {engine: sorted(labels) for engine, labels in found.items() if "scheduler" in labels or "rank 0" in labels}
-
-
-def test_two_engines_with_one_engine_id_are_told_apart(engines: Any, daemon: Any, prompt: Any, reference: Any) -> None:
-    first, second = (engines("prefill", daemon.endpoint) for _ in range(2))
-    names = named(daemon)
-    assert len(names) == 2
-    assert all(re.fullmatch(r"prefill-[0-9a-f]{8}", name) for name in names)
-    assert list(names.values()) == [["rank 0", "scheduler"]] * 2
-    for turn in range(3):
-        prompts = [prompt(4 * BLOCK + 3 + turn) for _ in range(2)]
-        answers = [engine.generate(each)[0] for engine, each in zip((first, second), prompts, strict=True)]
-        assert answers == reference(prompts)
-    status = daemon.wait_status(lambda s: s["pool"]["blocks"] == 24, "the blocks of both")
-    assert status["pool"]["blocks_writing"] == 0
-    assert not status["daemon"]["errors"]
 
 
 def test_a_second_connector_of_ours_in_one_engine_does_nothing(

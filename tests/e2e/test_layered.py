@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-
-BLOCK = 32
+from cache_state import BLOCK, wait_idle
 
 
 @pytest.fixture(scope="module")
@@ -19,8 +18,7 @@ def test_no_token_differs(reopened: Any, daemon: Any, prompt: Any, reference: An
     expected = reference(prompts)
     first = reopened("first", daemon.endpoint)
     first.generate(*(each[: 10 * BLOCK + 1] for each in prompts))
-    while daemon.status()["pool"]["blocks"] < 30:
-        first.generate([3, 4, 5])
+    wait_idle(daemon, first)
     first.ask("close")
     engine = reopened("second", daemon.endpoint, {"overlap": "auto"}, module="overlapping_connector")
     engine.generate(prompt(3 * BLOCK))  # in which its layers are announced

@@ -8,11 +8,11 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
+from cache_state import BLOCK, full, hits, wait_idle
 from model_configs import COMMON, MODELS
 
 from kvcache_server.admin_client import AdminClient
 
-BLOCK = 32
 ATTEMPTS = 5  # where the machine is busy, a tier may answer later than an engine waits
 KINDS = (pytest.param("gemma", marks=pytest.mark.long), "gpt-oss", "mla")  # both of the first have windows
 GROUPS = 2  # full attention, and windows
@@ -41,13 +41,10 @@ def start(name: str, processes: Any, daemon: Any, write_model: Any) -> Any:
     return lambda engine="": process(engine, daemon.endpoint if engine else None, **options)
 
 
-def hits(daemon: Any, engine: Any) -> int:
+def saved_hits(daemon: Any, engine: Any) -> int:
     """Return the hits so far, once all is saved."""
-    status = daemon.status()
-    while any(status["pool"][each] for each in ("leases", "reservations", "blocks_writing")):
-        engine.generate([3, 4, 5])  # saves that were granted after the last step begin with the next one
-        status = daemon.status()
-    return sum(space["hit_blocks"] for space in status["namespaces"])
+    wait_idle(daemon, engine)
+    return hits(daemon)
 
 
 def test_the_second_engine_continues_and_no_token_differs(name: str, start: Any, daemon: Any) -> None:
@@ -60,7 +57,7 @@ def test_the_second_engine_continues_and_no_token_differs(name: str, start: Any,
     continued = [alone.generate(prompt)[0] for prompt in longer]
     assert len({tuple(answer) for answer in expected}) == len(prompts), "every prompt has the same answer"
 
-    found = [hits(daemon, alone)]
+    found = [saved_hits(daemon, alone)]
     for engine, asked, answers in (
         ("first", prompts, expected),
         ("second", prompts, expected),
@@ -69,17 +66,15 @@ def test_the_second_engine_continues_and_no_token_differs(name: str, start: Any,
         running = start(engine)
         for number, (prompt, answer) in enumerate(zip(asked, answers, strict=True)):
             assert running.generate(prompt) == [answer], (engine, number)
-        found.append(hits(daemon, running))
+        found.append(saved_hits(daemon, running))
     if name == "mla":
         assert "runs without the KV cache server: vLLM computes a prompt of this model without" in running.log
         assert name not in [space["model"] for space in daemon.status()["namespaces"]]
         return
     one, two, three = (after - before for before, after in pairwise(found))
     assert one == 0
-    assert two == sum((len(prompt) - 1) // BLOCK for prompt in prompts)
-    assert three == sum(
-        (len(prompt) + len(answer) - 1) // BLOCK for prompt, answer in zip(prompts, expected, strict=True)
-    )
+    assert two == full(prompts)
+    assert three == full([prompt + answer for prompt, answer in zip(prompts, expected, strict=True)])
     assert len(daemon.status()["namespaces"][-1]["block_bytes"]) == GROUPS
 
 
@@ -100,7 +95,7 @@ def test_the_third_prompt_that_begins_alike_continues_where_the_second_parted(
         found = running.ask("generate", prompts=[prompt])
         assert found["tokens"] == answer
         cached += found["cached"]
-        hits(daemon, running)
+        saved_hits(daemon, running)
     assert cached == [0, 0, 11 * BLOCK]
 
 
@@ -120,9 +115,9 @@ def test_an_engine_continues_with_what_a_tier_has(name: str, start: Any, daemon:
         with AdminClient(daemon.endpoint) as admin:
             assert admin.clear()
         running.ask("reset")
-        before = hits(daemon, running)
+        before = saved_hits(daemon, running)
         assert [running.generate(prompt)[0] for prompt in prompts] == answers
-        if hits(daemon, running) - before == sum((len(prompt) - 1) // BLOCK for prompt in prompts):
+        if saved_hits(daemon, running) - before == full(prompts):
             break
     else:
         pytest.fail(f"not all blocks came from the tier: {daemon.status()['daemon']['tiers']}")

@@ -1,25 +1,24 @@
-"""vLLM's OpenAI server with the connector: clients that come together, stream and hang up; server and daemon killed.
-
-The tests go on from each other: the second server finds what the first one has saved.
+"""vLLM's OpenAI server with the connector: clients that come together, stream and hang up; a daemon that is killed, and
+a server that stops. The tests go on from each other.
 """
 
 from __future__ import annotations
 
 import http.client
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import pytest
+from cache_state import BLOCK, figure, wait_attached, wait_idle
 from openai_server import Refused
 
-BLOCK = 32
 TOKENS = 24
 LONGEST = 4096
 CLIENTS = 12
 pytestmark = pytest.mark.timeout(900)  # several starts of vLLM in one test, on a busy machine
-GONE = (OSError, http.client.HTTPException, Refused)  # what a client meets whose server is killed
+GONE = (OSError, http.client.HTTPException, Refused)  # what a client meets whose server goes
 
 
 @pytest.fixture(scope="module")
@@ -35,23 +34,10 @@ def daemons(start: Callable[..., Any]) -> list[Any]:
 
 
 @pytest.fixture(scope="module")
-def servers(openai_servers: Any, daemons: list[Any]) -> Iterator[Any]:
-    """`servers(name)` starts a server whose prefills take many steps; every block that it loads is verified."""
-
-    def serve(name: str) -> Any:
-        return openai_servers(
-            name,
-            daemons[-1].endpoint,
-            {"verify": "all"},
-            *("--max-model-len", str(LONGEST), "--max-num-batched-tokens", "64", "--max-num-seqs", "8"),
-        )
-
-    return serve
-
-
-@pytest.fixture(scope="module")
-def first(servers: Any) -> Any:
-    return servers("first")
+def first(openai_servers: Any, daemons: list[Any]) -> Any:
+    """A server whose prefills take many steps; every block that it loads is verified."""
+    options = ("--max-model-len", str(LONGEST), "--max-num-batched-tokens", "64", "--max-num-seqs", "8")
+    return openai_servers("first", daemons[-1].endpoint, {"verify": "all"}, *options)
 
 
 @pytest.fixture(scope="module")
@@ -60,23 +46,6 @@ def prompts() -> list[list[int]]:
     draw = random.Random("prompts")
     system = [[draw.randrange(3, 512) for _ in range(6 * BLOCK + 5)] for _ in range(2)]
     return [[*system[n % 2], *(draw.randrange(3, 512) for _ in range(3 * BLOCK + 17 * n))] for n in range(CLIENTS)]
-
-
-def wait_idle(daemon: Any) -> dict[str, Any]:
-    """Wait until nothing is leased, reserved or being written."""
-    held = ("leases", "reservations", "pinned_bytes", "blocks_writing", "blocks_hidden", "blocks_quarantined")
-    return daemon.wait_status(lambda s: not any(s["pool"][name] for name in held), "an idle cache")
-
-
-def wait_attached(daemon: Any, engine: str) -> None:
-    daemon.wait_status(
-        lambda s: len([e for e in s["sessions"] if e["engine"].startswith(f"{engine}-") and e["namespaces"]]) == 2,
-        f"scheduler and rank of {engine}",
-    )
-
-
-def figure(daemon: Any, name: str) -> int:
-    return sum(namespace[name] for namespace in daemon.status()["namespaces"])
 
 
 def blocks_of(prompts: list[list[int]]) -> set[tuple[int, ...]]:
@@ -138,47 +107,17 @@ def test_a_daemon_that_is_killed_in_mid_stream(
     wait_idle(daemons[-1])
 
 
-@pytest.mark.long  # an engine that is killed and the next one are in test_chaos.py, too
-def test_a_server_that_is_killed_and_the_next_one(
-    first: Any, servers: Any, daemons: list[Any], prompts: list[Any], prompt: Any, reference: Any
-) -> None:
-    daemon, expected = daemons[-1], reference(prompts, TOKENS)
-    assert all_at_once(first, prompts) == expected
-    wait_idle(daemon)
-    lost = [prompt(40 * BLOCK + n) for n in range(CLIENTS)]
-    before = figure(daemon, "lookups")
-    with ThreadPoolExecutor(CLIENTS) as clients:
-        answers = [clients.submit(first.complete, p, 2000, True) for p in lost]
-        daemon.wait_status(lambda s: sum(n["lookups"] for n in s["namespaces"]) >= before + 6, "the batch")
-        first.kill()
-        assert all(ended(answer) for answer in answers)
-        assert any(answer.exception() for answer in answers), "the server was killed after the last answer"
-    daemon.wait_status(lambda s: not s["sessions"] and not s["away"], "the end of its sessions")
-    daemon.check_integrity()
-
-    second = servers("second")
-    wait_attached(daemon, "second")
-    wait_idle(daemon)
-    saved, hit = figure(daemon, "saved_blocks"), figure(daemon, "hit_blocks")
-    assert [second.complete(p, TOKENS) for p in prompts] == expected
-    wait_idle(daemon)
-    assert figure(daemon, "hit_blocks") - hit >= len(blocks_of(prompts))
-    assert figure(daemon, "saved_blocks") == saved  # all were there
-    # Those whose server was killed ask again, and find what it had finished: every block of it is sound.
-    assert all_at_once(second, lost) == reference(lost, TOKENS)
-    assert "blocks_corrupt" not in wait_idle(daemon)["counters"]
-
-    before = figure(daemon, "lookups")
-    with ThreadPoolExecutor(4) as clients:  # and an orderly end with clients in mid-stream
-        answers = [clients.submit(second.complete, prompt(9 * BLOCK + n), 600, True) for n in range(4)]
+def test_a_server_that_stops_while_clients_stream(first: Any, daemons: list[Any], prompt: Any) -> None:
+    daemon, before = daemons[-1], figure(daemons[-1], "lookups")
+    with ThreadPoolExecutor(4) as clients:
+        answers = [clients.submit(first.complete, prompt(9 * BLOCK + n), 600, True) for n in range(4)]
         daemon.wait_status(lambda s: sum(n["lookups"] for n in s["namespaces"]) >= before + 4, "the last batch")
-        second.stop()
+        first.stop()
         assert all(ended(answer) for answer in answers)
     daemon.wait_status(lambda s: not s["sessions"] and not s["away"], "the end of its sessions")
     wait_idle(daemon)
     daemon.check_integrity()
-    for server in (first, second):
-        assert "/kvcache_client/" not in server.log, "a traceback of ours"
+    assert "/kvcache_client/" not in first.log, "a traceback of ours"
 
 
 def ended(answer: Future[list[int]]) -> bool:

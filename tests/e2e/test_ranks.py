@@ -6,8 +6,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from cache_state import BLOCK, wait_idle
 
-BLOCK = 32
 LONGEST = 4096
 # Without compilation, vLLM makes no memory on a CPU for what a stage hands to the next one.
 COMPILED = {"enforce_eager": False, "compilation_config": {"mode": 1, "backend": "eager"}}
@@ -20,7 +20,7 @@ def daemon(start_module_daemon: Any) -> Any:
 
 
 @pytest.fixture
-def hits_of(engines: Any, daemon: Any, prompt: Any, reference: Any) -> Any:
+def hits_of(engines: Any, daemon: Any, reference: Any) -> Any:
     """`hits_of(name, prompts, **options)` has a new engine answer, and returns its hits once all is saved."""
 
     def ask(name: str, prompts: list[list[int]], **options: Any) -> int:
@@ -28,8 +28,7 @@ def hits_of(engines: Any, daemon: Any, prompt: Any, reference: Any) -> Any:
         engine = engines(name, daemon.endpoint, max_model_len=LONGEST, **options)
         assert engine.generate(*prompts) == reference(prompts)
         hits = int(daemon.status()["counters"].get("blocks_hit", 0)) - before
-        while any(daemon.status()["pool"][each] for each in ("leases", "reservations", "blocks_writing")):
-            engine.generate(prompt(3))  # saves that were granted after the last step begin with the next one
+        wait_idle(daemon, engine)
         engine.close()
         return hits
 

@@ -8,15 +8,15 @@ from typing import Any
 import msgspec
 import pytest
 import zmq
+from cache_state import BLOCK, BLOCK_BYTES, full, hits, wait_idle
 from follower import PATIENCE, Subscriber, sockets
 
 from kvcache_server.admin_client import AdminClient
 
-BLOCK, MAX_LEN = 32, 1024
+MAX_LEN = 1024  # tokens
 EDGES = [1, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, 5 * BLOCK + 7, MAX_LEN - 10]
 
 
-BLOCK_BYTES = 4 * 2 * 2 * 32 * BLOCK * 4  # as conftest.py's model has it
 DEBUG = {"VLLM_LOGGING_LEVEL": "DEBUG"}  # with a line for each request and each of its copies
 
 
@@ -57,18 +57,6 @@ def figures(daemon: Any) -> tuple[int, int, int]:
     return namespace["requested_blocks"], namespace["hit_blocks"], namespace["blocks"]
 
 
-def full(prompts: list[list[int]]) -> int:
-    """Blocks that the prompts may hit: of each, one token at least is computed."""
-    return sum((len(prompt) - 1) // BLOCK for prompt in prompts)
-
-
-def wait_idle(daemon: Any) -> None:
-    daemon.wait_status(
-        lambda s: not s["pool"]["blocks_writing"] and not s["pool"]["pinned_bytes"] and not s["pool"]["blocks_hidden"],
-        "an idle cache",
-    )
-
-
 def test_the_second_engine_hits_every_full_block_at_once(
     first: Any, second: Any, daemon: Any, prompt: Any, reference: Any
 ) -> None:
@@ -92,9 +80,9 @@ def test_a_second_pass_after_a_reset(first: Any, daemon: Any, prompt: Any, refer
     assert first.generate(*prompts) == reference(prompts)
     wait_idle(daemon)
     assert first.ask("reset")["reset"]
-    before = figures(daemon)[1]
+    before = hits(daemon)
     assert first.generate(*prompts) == reference(prompts)
-    assert figures(daemon)[1] - before == full(prompts)
+    assert hits(daemon) - before == full(prompts)
 
 
 def test_shared_prefixes(first: Any, second: Any, daemon: Any, prompt: Any, reference: Any) -> None:
@@ -102,9 +90,9 @@ def test_shared_prefixes(first: Any, second: Any, daemon: Any, prompt: Any, refe
     prompts = [prompt(12 * BLOCK + 5, shared), prompt(9 * BLOCK, shared), prompt(8 * BLOCK + 1, shared), shared]
     assert first.generate(prompts[0]) == reference(prompts[:1])
     wait_idle(daemon)
-    before = figures(daemon)[1]
+    before = hits(daemon)
     assert second.generate(prompts[1]) == reference(prompts[1:2])
-    assert figures(daemon)[1] - before == 8
+    assert hits(daemon) - before == 8
     assert second.generate(*prompts) == reference(prompts)
     assert first.generate(*prompts) == reference(prompts)
 
@@ -116,10 +104,10 @@ def test_generated_blocks_are_shared_too(first: Any, second: Any, daemon: Any, p
     assert [answer] == reference([question], 3 * BLOCK)
     wait_idle(daemon)
     follow_up = prompt(len(question) + len(answer) + 5, question + answer)
-    before = figures(daemon)[1]
+    before = hits(daemon)
     assert second.generate(follow_up) == reference([follow_up])
     computed = len(question) + len(answer) - 1  # the last token was never fed back
-    assert figures(daemon)[1] - before == computed // BLOCK
+    assert hits(daemon) - before == computed // BLOCK
 
 
 def test_both_at_once_with_one_prefix(first: Any, second: Any, daemon: Any, prompt: Any, reference: Any) -> None:
@@ -177,25 +165,6 @@ def test_aborted_requests_leave_nothing_behind(
         second.ask("reset")
     assert second.generate(*prompts) == reference(prompts)
     wait_idle(daemon)
-
-
-@pytest.mark.long  # tests/client/vllm has it
-def test_a_reset_with_requests_running(first: Any, daemon: Any, prompt: Any, reference: Any) -> None:
-    prompts = [prompt(6 * BLOCK + 11 * n) for n in (0, 2, 5)]
-    length = 500  # so that they run at the reset: the engine's core does not wait for who takes its steps
-    for connector in (False, True):
-        names = first.ask("add", prompts=prompts, max_tokens=length)["names"]
-        first.ask("finish", steps=2)
-        assert first.ask("reset", running=True, connector=connector)["reset"]
-        answers = first.ask("finish")["tokens"]
-        assert [answers[name] for name in names] == reference(prompts, length)
-    wait_idle(daemon)
-
-    def mine(status: Any) -> list[Any]:
-        return [n for n in status["namespaces"] if any(e.startswith("first-") for e in n["engines"])]
-
-    assert [bool(n["identity"]["weights"]) for n in mine(daemon.status())] == [False, True]
-    daemon.wait_status(lambda status: mine(status)[1]["blocks"] >= full(prompts), "the blocks after the reset")
 
 
 def test_why_there_was_no_hit(first: Any, daemon: Any, prompt: Any) -> None:

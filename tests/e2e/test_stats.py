@@ -8,12 +8,10 @@ import warnings
 from typing import Any
 
 import pytest
+from cache_state import BLOCK, BLOCK_BYTES
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from kvcache_client import Session
-
-BLOCK = 32
-BLOCK_BYTES = 4 * 2 * 2 * 32 * BLOCK * 4  # as conftest.py's model has it
 
 
 @pytest.fixture(scope="module")

@@ -9,44 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_models import COMMON, MODELS
+from cache_state import BLOCK, hits, of_engine, wait_idle
+from model_configs import COMMON, MODELS
 
 from kvcache_client.engines.vllm.wrapped import before_sleep, before_step
 
-BLOCK, LONGEST = 32, 2304
-BLOCK_BYTES = 4 * 2 * 2 * 32 * BLOCK * 4  # as conftest.py's model has it
+LONGEST = 2304  # tokens
 pytestmark = pytest.mark.timeout(900)  # several starts of vLLM in one test, on a busy machine
 
 
 @pytest.fixture(scope="module")
 def daemon(start_module_daemon: Any) -> Any:
     return start_module_daemon(size="64MiB")
-
-
-def hits(daemon: Any, engine: str) -> int:
-    found = [n for n in daemon.status()["namespaces"] if any(e.startswith(f"{engine}-") for e in n["engines"])]
-    return sum(n["hit_blocks"] for n in found)
-
-
-def wait_idle(daemon: Any) -> None:
-    daemon.wait_status(
-        lambda s: not s["pool"]["blocks_writing"] and not s["pool"]["pinned_bytes"] and not s["pool"]["blocks_hidden"],
-        "an idle cache",
-    )
-
-
-@pytest.mark.long  # tests/client/vllm has it with all schedulers
-def test_preemption(reopened: Any, daemon: Any, prompt: Any, reference: Any) -> None:
-    """A KV cache too small for the batch: blocks change hands while they are being saved."""
-    engine = reopened("small", daemon.endpoint, kv_cache_memory_bytes=24 * BLOCK_BYTES, max_model_len=640)
-    shared = prompt(2 * BLOCK)
-    prompts = [prompt(5 * BLOCK + 7 * n, shared) for n in range(6)]
-    expected = reference(prompts, 90)
-    for _ in range(3):
-        assert engine.generate(*prompts, max_tokens=90) == expected
-    assert engine.ask("metric", name="vllm:num_preemptions")["value"] > 0
-    wait_idle(daemon)
-    assert hits(daemon, "small") > 0
 
 
 def test_without_the_engines_own_prefix_cache(reopened: Any, daemon: Any, prompt: Any, reference: Any) -> None:
@@ -59,14 +33,14 @@ def test_without_the_engines_own_prefix_cache(reopened: Any, daemon: Any, prompt
     assert hits(daemon, "no-prefix") - before == 11
 
 
-@pytest.mark.long  # tests/client/vllm has both
+@pytest.mark.long  # an engine more
 def test_larger_blocks_and_prompts_only(reopened: Any, daemon: Any, prompt: Any, reference: Any) -> None:
     extra = {"block_size": 0, "save": "prompt"}  # 4 * BLOCK
     engine = reopened("larger", daemon.endpoint, extra)
     prompts = [prompt(n) for n in (4 * BLOCK, 4 * BLOCK + 1, 11 * BLOCK, 12 * BLOCK + 5)]
     assert engine.generate(*prompts, max_tokens=5 * BLOCK) == reference(prompts, 5 * BLOCK)
     wait_idle(daemon)
-    (mine,) = [n for n in daemon.status()["namespaces"] if any(e.startswith("larger-") for e in n["engines"])]
+    (mine,) = [n for n in daemon.status()["namespaces"] if of_engine(n, "larger")]
     assert (mine["block_tokens"], mine["blocks"]) == ([128], 1 + 1 + 2 + 3)
     engine.ask("reset")
     # The engine itself has five blocks of the third prompt, so that the load begins inside of a cached block.
@@ -193,9 +167,3 @@ def test_vllms_workers_have_the_methods_that_are_wrapped() -> None:
             found = getattr(sys.modules[module], cls)
             before_step(name)
             assert hasattr(found.sleep, "_kvcache_first") and hasattr(found.execute_model, "_kvcache_first")
-
-
-@pytest.mark.long  # an engine more
-def test_vllms_own_offloading_beside_ours_is_explained(engines: Any, daemon: Any) -> None:
-    with pytest.raises(AssertionError, match="--kv-offloading-size and KVCacheServerConnector exclude each other"):
-        engines("beside", daemon.endpoint, kv_offloading_size=1.0)

@@ -1,30 +1,25 @@
-"""Almost valid frames and handshakes on a real daemon, beside an honest client.
+"""Almost valid frames and handshakes on a real daemon.
 
     python tests/fuzz/run.py --frames 1000000 --handshakes 10000 --seed 1
 
 During the run, the daemon must stay alive, and answer every frame that has an answer, none of them with an internal
-error; its memory and descriptors must not grow; and the honest client must be served as before, which is measured by
-alternating between turns with and without the frames. What violates a rule is written to the folder given by `--keep`.
-Put it into `corpus/` under a name that says what it found.
+error; its memory and descriptors must not grow. What violates a rule is written to the folder given by `--keep`. Put it
+into `corpus/` under a name that says what it found. (In tests/attack, an honest engine is served beside attackers.)
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import random
-import select
 import socket
 import statistics
 import struct
-import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +41,6 @@ from kvcache_server.admin_client import AdminClient  # noqa: E402
 
 BATCH = 50  # frames between two pings, whose answer says that all of them were handled
 SESSION = 2000  # frames of one session; with the next one, all that it held has ended
-ALONE, BESIDE = 0.4, 1.6  # seconds a turn
 LINGERING = 20  # visitors that never finish, at one time
 # Small, so that the pool is soon full; the fuzzer shakes hands more often than anybody may.
 FLAGS = {"size": "16MiB", "page_size": "4KiB", "quarantine": 0.2, "attach_rate": 1_000_000, "log_level": "warning"}
@@ -197,59 +191,13 @@ class Knocker:
             self._lingering.pop().close()
 
 
-class Honest:
-    """The honest client's process: `ask(seconds)` starts a turn, `told` has its medians."""
-
-    def __init__(self, endpoint: str) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, str(HERE / "honest.py"), endpoint],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        assert self._heard() == 64
-
-    def _heard(self) -> Any:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        assert line, f"the honest client ended with {self._process.wait()}"
-        return json.loads(line)
-
-    def turn(self, seconds: float, beside: Callable[[], bool] | None = None) -> float:
-        """Return its median over a turn, while `beside` is called again and again for as long as it returns true."""
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.write(f"{seconds}\n")
-        self._process.stdin.flush()
-        while beside is not None and not select.select([self._process.stdout], [], [], 0)[0] and beside():
-            pass
-        median: float = self._heard()[1]
-        return median
-
-    def close(self) -> None:
-        with self._process as process:
-            assert process.stdin is not None
-            process.stdin.close()
-
-
-def anonymous_bytes(pid: int) -> int:
-    """What the process has in memory, without the region that it maps."""
-    fields = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
-    return int(fields["RssAnon"].split()[0]) << 10
-
-
-def descriptors_of(pid: int) -> int:
-    return len(os.listdir(f"/proc/{pid}/fd"))
-
-
 class Result(msgspec.Struct):
-    """What a run found. `sizes` are bytes at the end of each turn; the medians are microseconds."""
+    """What a run found. `sizes` are bytes of the daemon's own memory at the end of each session."""
 
     frames: int = 0
     handshakes: int = 0
     seconds: float = 0.0
     sizes: list[int] = []
-    alone: list[float] = []
-    beside: list[float] = []
     answers: Counter[str] = Counter()
     knocks: Counter[str] = Counter()
     descriptors: tuple[int, int] = (0, 0)
@@ -261,15 +209,10 @@ class Result(msgspec.Struct):
 
     @property
     def growth(self) -> int:
-        """The bytes by which the last third of the turns is larger than the first third of what had settled."""
+        """The bytes by which the last third of the sizes is larger than the first third of what had settled."""
         sizes = self.settled
         third = max(len(sizes) // 3, 1)
         return int(statistics.median(sizes[-third:]) - statistics.median(sizes[:third]))
-
-    @property
-    def slowdown(self) -> float:
-        """The honest client's median beside the fuzzer, of what it was alone in the turn before; the median of all."""
-        return statistics.median(b / a for a, b in zip(self.alone, self.beside, strict=True))
 
 
 def long_reply(endpoint: str) -> None:
@@ -282,46 +225,29 @@ def long_reply(endpoint: str) -> None:
 
 
 def fuzz(daemon: Daemon, frames: int, handshakes: int, seed: int) -> Result:
-    """Send so much and return what came of it. Raises Finding, or AssertionError where a process ended."""
+    """Send so much and return what came of it. Raises Finding, or AssertionError where the daemon ended."""
     draw, result, began = random.Random(seed), Result(), time.monotonic()
-    honest, knocker = Honest(daemon.endpoint), Knocker(daemon.endpoint, random.Random(seed + 1))
-    session: Session | None = None
-    pid = daemon.process.pid
+    knocker = Knocker(daemon.endpoint, random.Random(seed + 1))
     long_reply(daemon.endpoint)
-    first = descriptors_of(pid)
-
-    def beside() -> bool:
-        nonlocal session
-        if result.frames < frames:
-            if session is None or result.frames % SESSION == 0:
-                if session is not None:
-                    result.answers += session.answers
-                    session.close()
-                session = Session(daemon.endpoint, draw)
+    first = daemon.descriptors
+    while result.frames < frames:
+        session = Session(daemon.endpoint, draw)
+        for _ in range(0, SESSION, BATCH):
             session.batch(BATCH)
             result.frames += BATCH
-        # Both kinds end together.
-        while result.handshakes < handshakes and result.handshakes * frames < handshakes * result.frames:
-            knocker.knock(knocker.draw_one(), files=draw.choice((0, 0, 0, 1, 100)))
-            result.handshakes += 1
-        return result.frames < frames or result.handshakes < handshakes
-
-    with contextlib.closing(honest):
-        while result.frames < frames or result.handshakes < handshakes:
-            result.alone.append(honest.turn(ALONE))
-            result.beside.append(honest.turn(BESIDE, beside))
-            result.sizes.append(anonymous_bytes(pid))
-            assert daemon.process.poll() is None, daemon.log
-        knocker.tidy()
-        if session is not None:
-            result.answers += session.answers
-            session.close()
-        result.knocks = knocker.answers
-        status = daemon.wait_status(lambda status: len(status["sessions"]) == 1, "the end of the fuzzer's sessions")
+            while result.handshakes * frames < handshakes * result.frames:  # both kinds end together
+                knocker.knock(knocker.draw_one(), files=draw.choice((0, 0, 0, 1, 100)))
+                result.handshakes += 1
+        session.close()
+        result.answers += session.answers
+        result.sizes.append(daemon.own_bytes)
+        assert daemon.process.poll() is None, daemon.log
+    knocker.tidy()
+    result.knocks = knocker.answers
+    status = daemon.wait_status(lambda status: not status["sessions"], "the end of the fuzzer's sessions")
     assert "internal" not in status["daemon"]["errors"], daemon.log
-    daemon.wait_status(lambda status: not status["sessions"])
-    daemon.wait_status(lambda status: descriptors_of(pid) <= first, "the close of every descriptor")
-    result.descriptors = (first, descriptors_of(pid))
+    daemon.wait_status(lambda status: daemon.descriptors <= first, "the close of every descriptor")
+    result.descriptors = (first, daemon.descriptors)
     daemon.check_integrity()
     result.seconds = time.monotonic() - began
     return result
@@ -336,9 +262,6 @@ def describe(result: Result) -> str:
             "at the door: " + ", ".join(f"{name} {count:,}" for name, count in result.knocks.most_common()),
             f"memory of the daemon: {sizes[0] >> 10:,} KiB once settled, {sizes[-1] >> 10:,} KiB at the end, at most "
             f"{max(sizes) >> 10:,} KiB; growth {result.growth / 1024:,.0f} KiB; descriptors {result.descriptors}",
-            f"honest acquire of 64, p50 in {len(result.alone)} turns on {len(os.sched_getaffinity(0))} cores: alone "
-            f"{statistics.median(result.alone):.0f} us, beside {statistics.median(result.beside):.0f} us, "
-            f"{result.slowdown:.2f} x",
         )
     )
 
@@ -351,7 +274,7 @@ def main() -> None:
     options.add_argument("--keep", type=Path, default=Path("."), help="folder for the frames of a finding")
     given = options.parse_args()
     with tempfile.TemporaryDirectory(prefix="kv", dir="/tmp") as folder:
-        daemon = Daemon(Path(folder), dict(os.environ), **FLAGS).wait_ready()
+        daemon = Daemon(Path(folder), **FLAGS).wait_ready()
         try:
             print(describe(fuzz(daemon, given.frames, given.handshakes, given.seed)))
         except Finding as finding:

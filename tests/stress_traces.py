@@ -1,28 +1,26 @@
-"""Traces on which eviction policies differ: stress for what is learned, and two kinds of realistic load.
+"""Traces on which eviction policies differ. Each is made for a cache of a given number of prompts.
 
-Stress traces are made for a cache of a given number of prompts, because each aims at what a cache of just that size can
-keep. Realistic ones are not. Equal arguments give equal traces.
+Equal arguments give equal traces.
 """
 
 from __future__ import annotations
 
 import itertools
-import math
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 
 from kvcache_tools.replay.trace import TraceRequest
 
-SHORTEST, LONGEST = 4, 16  # blocks of a prompt in stress traces
+SHORTEST, LONGEST = 4, 16  # blocks of a prompt
 PROMPT = (SHORTEST + LONGEST) // 2  # blocks on average
-GAP = 0.5  # seconds between two requests of a stress trace, on average
+GAP = 0.5  # seconds between two requests, on average
 HOUR = 3600.0
 
 Key = tuple[object, ...] | int
 
 
 def prompt(kind: str, key: Key) -> tuple[str, ...]:
-    """Return the blocks of one of the prompts of a stress trace; its length follows from its name."""
+    """Return the blocks of a prompt; its length follows from its name."""
     name = f"{kind} {key}"
     return tuple(f"{name} {depth}" for depth in range(random.Random(name).randrange(SHORTEST, LONGEST + 1)))
 
@@ -33,9 +31,6 @@ def _timed(prompts: Iterable[tuple[str, ...]], draw: random.Random) -> list[Trac
         found.append(TraceRequest(now, blocks))
         now += draw.expovariate(1 / GAP)
     return found
-
-
-# Stress. Each takes the prompts that the cache holds.
 
 
 def loop(prompts: int, draw: random.Random) -> list[TraceRequest]:
@@ -134,82 +129,3 @@ def four(prompts: int, draw: random.Random) -> list[TraceRequest]:
 STRESS: dict[str, Callable[[int, random.Random], list[TraceRequest]]] = {
     each.__name__: each for each in (loop, scan, zipf, stack, mass_death, flip, swap, idle, four)
 }
-
-
-# Realistic load. Each takes the number of sessions.
-
-
-class _Names:
-    """Names blocks of which each is new."""
-
-    def __init__(self, kind: str) -> None:
-        self._kind, self._numbers = kind, itertools.count()
-
-    def more(self, count: int) -> tuple[str, ...]:
-        return tuple(f"{self._kind} {next(self._numbers)}" for _ in range(count))
-
-
-def _by_rank(many: int) -> list[float]:
-    return [1 / (rank + 1) for rank in range(many)]
-
-
-def conversations(sessions: int, draw: random.Random) -> list[TraceRequest]:
-    """A day and a half of chats: each turn sends all turns before it again, after one of a few system prompts.
-
-    Users come by day more often than by night, answer within minutes, leave for good after some turns, and a few come
-    back after hours.
-    """
-    names, found = _Names("chat"), []
-    systems = [names.more(draw.randrange(1, 12)) for _ in range(12)]
-    span = 36 * HOUR
-    for _ in range(sessions):
-        now = draw.uniform(0, span)
-        while draw.random() > 0.55 - 0.45 * math.cos(now * math.tau / (24 * HOUR)):  # it is midnight at 0
-            now = draw.uniform(0, span)
-        text = draw.choices(systems, _by_rank(len(systems)))[0] if draw.random() < 0.8 else ()
-        stays = draw.betavariate(1.2, 1.5)
-        while True:
-            text += names.more(1 + int(draw.lognormvariate(1.3, 1.1)))
-            found.append(TraceRequest(now, text))
-            if draw.random() > stays or len(text) > 250:
-                break
-            now += draw.uniform(1, 12) * HOUR if draw.random() < 0.04 else draw.lognormvariate(4.0, 1.0)
-    return sorted(found, key=lambda each: each.at)
-
-
-def agents(sessions: int, draw: random.Random) -> list[TraceRequest]:
-    """Agents at work: each step sends a grown prompt again as soon as a tool has answered.
-
-    They share a few system prompts with their tools. Some steps wait for a person, and some start agents of their own
-    that begin with the text of their parent, which waits for them.
-    """
-    names, found, start = _Names("agent"), [], 0.0
-    systems = [names.more(draw.randrange(6, 30)) for _ in range(6)]
-
-    def work(text: tuple[str, ...], now: float, steps: int, depth: int) -> float:
-        for _ in range(steps):
-            found.append(TraceRequest(now, text))
-            now += draw.lognormvariate(1.8, 1.0)
-            if draw.random() < 0.03:
-                now += draw.uniform(60, 900)
-            if not depth and draw.random() < 0.06:
-                tasks = [text + names.more(draw.randrange(1, 4)) for _ in range(draw.randrange(2, 5))]
-                now = max([work(task, now, 1 + int(draw.expovariate(1 / 4)), 1) for task in tasks])
-            text += names.more(draw.choice((0, 1, 1, 2, 2, 3, 5, 9)))
-        return now
-
-    for _ in range(sessions):
-        start += draw.expovariate(1 / 8)
-        system = draw.choices(systems, _by_rank(len(systems)))[0]
-        work(system + names.more(draw.randrange(1, 12)), start, 1 + int(draw.expovariate(1 / 12)), 0)
-    return sorted(found, key=lambda each: each.at)
-
-
-REALISTIC: dict[str, Callable[[int, random.Random], list[TraceRequest]]] = {
-    each.__name__: each for each in (conversations, agents)
-}
-
-
-def blocks_of(requests: Sequence[TraceRequest]) -> int:
-    """Return how many blocks are asked for."""
-    return sum(len(each.blocks) for each in requests)
