@@ -177,7 +177,7 @@ class Client:
     def come_back(self, heard: int = 1 << 62, leases: tuple[tuple[int, bytes], ...] = ()) -> list[int]:
         self.host.cache.resume_session(self.session, "", self.host.now)
         self.attach()
-        return list(self.ask(m.Restate(1, b"", heard, list(leases))).lost)
+        return list(self.ask(m.Reclaim(1, b"", heard, list(leases))).lost)
 
     def reserve(self, paths: list[str], parent: str = "") -> m.Reserved:
         """Reserve blocks, and for a whole chain also what tails need after it."""

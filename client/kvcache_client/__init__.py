@@ -8,7 +8,7 @@ Importing this touches no device and starts nothing.
 
 from __future__ import annotations
 
-from kvcache_client.session.grants import Lease, Reservation, Slot, Ticket
+from kvcache_client.session.grants import Lease, PendingReservation, Reservation, Slot
 from kvcache_client.session.namespace import Namespace
 from kvcache_client.session.region import Region
 from kvcache_client.session.session import Session
@@ -41,6 +41,7 @@ __all__ = [
     "NamespaceSpec",
     "NotPermitted",
     "Outcome",
+    "PendingReservation",
     "Refusal",
     "Region",
     "RegionError",
@@ -49,7 +50,6 @@ __all__ = [
     "ServerError",
     "Session",
     "Slot",
-    "Ticket",
     "Unavailable",
     "Verdict",
     "VersionMismatch",

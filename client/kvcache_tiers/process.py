@@ -204,7 +204,7 @@ class TierProcess:
             log.exception("a job has failed inside the tier")
             self._counts["internal"] += 1
 
-    def _look(self, look: m.Look, namespace: Namespace | None) -> None:
+    def _look(self, look: m.Exists, namespace: Namespace | None) -> None:
         flags = b""
         try:
             if namespace is not None:
@@ -214,7 +214,7 @@ class TierProcess:
         finally:
             self._session.worked(found=[(look.number, flags)])
 
-    def _reserve(self, bring: m.Bring, now: float) -> None:
+    def _reserve(self, bring: m.Fetch, now: float) -> None:
         """Reserve slots for blocks, and have the blocks read."""
         namespace = self._namespace(bring.namespace, now)
         try:
@@ -229,7 +229,7 @@ class TierProcess:
         else:
             self._readers.submit(self._guarded, self._bring, bring, namespace, reservation)
 
-    def _bring(self, bring: m.Bring, namespace: Namespace, reservation: Reservation) -> None:
+    def _bring(self, bring: m.Fetch, namespace: Namespace, reservation: Reservation) -> None:
         there = bytearray(answer in _THERE for answer in reservation.answers)
         found: list[bytes | None] = [None] * len(reservation.granted)
         refs = [slot.ref for slot in reservation.slots]
@@ -259,7 +259,7 @@ class TierProcess:
         if lost:
             namespace.settle(reservation.id, Outcome.FAILED, lost, region_id=region)
 
-    def _write_out(self, write: m.WriteOut, namespace: Namespace | None, region: Region) -> None:
+    def _write_out(self, write: m.Store, namespace: Namespace | None, region: Region) -> None:
         flags = b""
         try:
             if namespace is not None:

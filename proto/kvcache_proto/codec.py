@@ -8,19 +8,19 @@ from typing import Any, TypeVar
 import msgspec
 
 from kvcache_proto.errors import BadFrame
-from kvcache_proto.messages import REPLIES, REQUESTS, DoorMessage, Reply, Request
+from kvcache_proto.messages import REPLIES, REQUESTS, HandshakeMessage, Reply, Request
 from kvcache_proto.text import escaped
 
 T = TypeVar("T")
 
-MAX_FRAME = 4 << 20  # `status` and a `restate` of many leases are the longest
-MAX_DOOR_FRAME = 64 << 10
+MAX_FRAME = 4 << 20  # `status` and a `reclaim` of many leases are the longest
+MAX_HANDSHAKE_FRAME = 64 << 10
 
 encode: Callable[[Any], bytes] = msgspec.msgpack.Encoder().encode
 
 _requests: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(REQUESTS)
 _replies: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(REPLIES)
-_door: msgspec.msgpack.Decoder[DoorMessage] = msgspec.msgpack.Decoder(DoorMessage)
+_handshake: msgspec.msgpack.Decoder[HandshakeMessage] = msgspec.msgpack.Decoder(HandshakeMessage)
 
 
 def packed(value: object) -> msgspec.Raw:
@@ -38,9 +38,9 @@ def decode_reply(frame: bytes | memoryview) -> Reply:
     return _decode(_replies, frame, MAX_FRAME)
 
 
-def decode_door(frame: bytes | memoryview) -> DoorMessage:
+def decode_handshake(frame: bytes | memoryview) -> HandshakeMessage:
     """Return the handshake message in `frame`. Raises BadFrame."""
-    return _decode(_door, frame, MAX_DOOR_FRAME)
+    return _decode(_handshake, frame, MAX_HANDSHAKE_FRAME)
 
 
 def _decode(decoder: msgspec.msgpack.Decoder[T], frame: bytes | memoryview, limit: int) -> T:

@@ -21,7 +21,7 @@ _OF_ANSWERS = {
 _OF_EVENTS = """
     answers_lost answers_unasked attaches_put_off attaches_refused bad_frames breaker_closed breaker_open breaker_opened
     connects_failed handler_errors keeper_errors late_lookups late_reserves leases_lost
-    leases_restated links_lost odd_replies probes probes_late region_callback_errors requests_unanswered
+    leases_reclaimed links_lost odd_replies probes probes_late region_callback_errors requests_unanswered
     sessions_resumed socket_full stale_reports unsent
 
     leases_given_back lookups_declined_by_request lookups_declined_down
@@ -40,7 +40,7 @@ _OF_EVENTS = """
     retain_refused_quota
 
     blocks_corrupt blocks_verified canary_checked canary_failed canary_lost canary_mismatches canary_requests
-    canary_skipped distrusts_unsaid drains_cut_short load_blocks_failed load_ends_failed load_us loaded_bytes
+    canary_skipped invalidations_unsent drains_cut_short load_blocks_failed load_ends_failed load_us loaded_bytes
     loads_fail loads_failed loads_layered loads_of_another_boundary loads_of_another_region loads_of_odd_places
     loads_unannounced needed_blocks needed_bytes save_ends_failed save_us saved_bytes saves_given_away sums_failed
 

@@ -11,10 +11,10 @@ import socket
 import struct
 
 from kvcache_proto import __version__
-from kvcache_proto.codec import MAX_DOOR_FRAME, decode_door, encode
-from kvcache_proto.endpoint import closed_folder, door_path
+from kvcache_proto.codec import MAX_HANDSHAKE_FRAME, decode_handshake, encode
+from kvcache_proto.endpoint import closed_folder, handshake_path
 from kvcache_proto.errors import BadFrame, NotPermitted, Unavailable, VersionMismatch, from_wire
-from kvcache_proto.messages import OLDEST_VERSION, PROTOCOL_VERSION, SPOKEN, DoorMessage, Error, Hello, Welcome
+from kvcache_proto.messages import OLDEST_VERSION, PROTOCOL_VERSION, SPOKEN, Error, HandshakeMessage, Hello, Welcome
 
 LENGTH = struct.Struct("<I")
 
@@ -25,7 +25,7 @@ def connect(door: socket.socket, endpoint: str) -> None:
     Raises ConfigError for an unusable endpoint, Unavailable if no daemon listens there or its queue is full, and
     NotPermitted if this user may not connect. The message has the remedy.
     """
-    path = door_path(endpoint)
+    path = handshake_path(endpoint)
     try:
         door.connect(path)
     except PermissionError:
@@ -50,7 +50,7 @@ def connect(door: socket.socket, endpoint: str) -> None:
         ) from None
 
 
-def frame(message: DoorMessage) -> bytes:
+def frame(message: HandshakeMessage) -> bytes:
     body = encode(message)
     return LENGTH.pack(len(body)) + body
 
@@ -71,8 +71,8 @@ def missing(received: bytes | bytearray) -> int:
     if len(received) < LENGTH.size:
         return LENGTH.size - len(received)
     (size,) = LENGTH.unpack_from(received)
-    if not 0 < size <= MAX_DOOR_FRAME:
-        raise BadFrame(f"door frame of {size} bytes: at least 1, at most {MAX_DOOR_FRAME}")
+    if not 0 < size <= MAX_HANDSHAKE_FRAME:
+        raise BadFrame(f"door frame of {size} bytes: at least 1, at most {MAX_HANDSHAKE_FRAME}")
     return LENGTH.size + int(size) - len(received)
 
 
@@ -81,7 +81,7 @@ def read_welcome(received: bytes) -> Welcome:
 
     Raises the error that the daemon sent instead, VersionMismatch, or BadFrame for any other message.
     """
-    message = decode_door(received[LENGTH.size :])
+    message = decode_handshake(received[LENGTH.size :])
     ours = f"kvcache-server {__version__} speaks {SPOKEN}"
     if isinstance(message, Error):
         # One line names both versions; older daemons name only theirs.

@@ -39,7 +39,7 @@ def check_endpoint(endpoint: str) -> str:
     path = endpoint[len(SCHEME) :]
     if not path.startswith("/") or path.endswith("/") or "\0" in path:
         raise ConfigError(f"endpoint {endpoint!r}: {SCHEME} and the absolute path of a socket")
-    if max(len(os.fsencode(path)), len(os.fsencode(_door(path)))) > MAX_PATH:
+    if max(len(os.fsencode(path)), len(os.fsencode(_handshake(path)))) > MAX_PATH:
         raise ConfigError(f"endpoint {endpoint!r}: a path of at most {MAX_PATH} bytes, the kernel allows no more")
     return endpoint
 
@@ -49,9 +49,9 @@ def socket_path(endpoint: str) -> str:
     return check_endpoint(endpoint)[len(SCHEME) :]
 
 
-def door_path(endpoint: str) -> str:
+def handshake_path(endpoint: str) -> str:
     """Return the path of the handshake socket. Raises ConfigError as `check_endpoint` does."""
-    return _door(socket_path(endpoint))
+    return _handshake(socket_path(endpoint))
 
 
 def closed_folder(path: str) -> str | None:
@@ -66,7 +66,7 @@ def _may_enter(folder: str) -> bool:
     return os.access(folder, os.X_OK, effective_ids=True)
 
 
-def _door(path: str) -> str:
+def _handshake(path: str) -> str:
     return path.removesuffix(".sock") + ".door"
 
 

@@ -6,6 +6,7 @@ a default.
 
 from __future__ import annotations
 
+import re
 from functools import reduce
 from operator import or_
 from typing import Annotated, Any
@@ -68,7 +69,12 @@ class Welcome(msgspec.Struct, tag=str.lower, array_like=True, frozen=True):
 # Requests.
 
 
-class Request(msgspec.Struct, tag=str.lower, array_like=True):
+def _tag(name: str) -> str:
+    """Return the tag of a message: `ReportMisses` is `report_misses`."""
+    return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower()
+
+
+class Request(msgspec.Struct, tag=_tag, array_like=True):
     """The client chooses `id`, which the reply repeats; `token` is from the handshake."""
 
     id: int
@@ -147,7 +153,7 @@ class Settle(Request):
     sums: bytes = b""  # SUM_BYTES per committed shard, position after position; empty if the writer computed none
 
 
-class Distrust(Request):
+class Invalidate(Request):
     """Report that blocks do not contain the stored bytes: they and all their descendants are forgotten."""
 
     region: bytes
@@ -156,7 +162,7 @@ class Distrust(Request):
     finding: int  # a Finding
 
 
-class Note(msgspec.Struct, array_like=True):
+class MissNote(msgspec.Struct, array_like=True):
     """The reason that the engine made no lookup for `request`, or did not save its blocks `hashes`."""
 
     request: Name
@@ -165,11 +171,11 @@ class Note(msgspec.Struct, array_like=True):
     hashes: Hashes = []
 
 
-class Remark(Request):
+class ReportMisses(Request):
     """Notes on requests, for a later `Why`. It has no reply; invalid notes are counted."""
 
     namespace: int
-    notes: Annotated[list[Note], msgspec.Meta(max_length=MAX_NOTES)]
+    notes: Annotated[list[MissNote], msgspec.Meta(max_length=MAX_NOTES)]
     group: int = 0
 
 
@@ -237,7 +243,7 @@ class Clear(Request):
     namespace: str = ""
 
 
-class Restate(Request):
+class Reclaim(Request):
     """Report what a resumed session still holds."""
 
     heard: int  # the highest reservation that it received: later ones are given back
@@ -251,7 +257,7 @@ class Fence(Request):
     session: int
 
 
-class Tell(Request):
+class ReportClient(Request):
     """Report the state of the client. It has no reply."""
 
     breaker: int  # a Breaker
@@ -264,13 +270,13 @@ class Why(Request):
     request: Name  # as in Chain
 
 
-class Watch(Request):
+class TraceLookups(Request):
     """Ask for the lookups from number `since` on; 0 means from now on. They are kept only while a client asks."""
 
     since: int = 0
 
 
-class Work(Request):
+class PollJobs(Request):
     """Ask for work as the tier `tier`: answered by Jobs once there is some, or after half a second.
 
     Only sessions of the daemon's own user may be tiers.
@@ -283,20 +289,20 @@ class Work(Request):
     removals_off: Name = ""  # why wrong values stay in the tier
 
 
-class Worked(Request):
+class JobResults(Request):
     """Report the outcomes of jobs, by their numbers, a byte per block. It has no reply; unknown numbers are counted."""
 
-    found: Outcomes = []  # of a Look: 1 if the tier has the block
-    brought: Outcomes = []  # of a Bring: 1 if the block is cached or being written
-    written: Outcomes = []  # of a WriteOut: 1 if the tier has the block
+    found: Outcomes = []  # of a Exists: 1 if the tier has the block
+    brought: Outcomes = []  # of a Fetch: 1 if the block is cached or being written
+    written: Outcomes = []  # of a Store: 1 if the tier has the block
     off: Name = ""  # why the tier gets no further jobs until it asks for some
-    writes_off: Name = ""  # that of the next Work, which may be late
+    writes_off: Name = ""  # that of the next PollJobs, which may be late
 
 
 # Replies.
 
 
-class Reply(msgspec.Struct, tag=str.lower, array_like=True):
+class Reply(msgspec.Struct, tag=_tag, array_like=True):
     """The answer to the request with the same `id`."""
 
     id: int
@@ -324,7 +330,7 @@ class Acquired(Reply):
     sums: bytes = b""  # if requested, SUM_BYTES per shard of each reference, 0 for none
     coming: int = 0
     eta_ms: int = 0
-    junction: int = 0  # blocks, more than are cached, after which it could continue if tails had theirs; 0 if none
+    divergence: int = 0  # blocks, more than are cached, after which it could continue if tails had theirs; 0 if none
 
 
 class Reserved(Reply):
@@ -339,7 +345,7 @@ class Settled(Reply):
     verdicts: bytes
 
 
-class Distrusted(Reply):
+class Invalidated(Reply):
     blocks: int  # that were forgotten
     writers: list[tuple[str, int]]  # (engine, session) per slot that stored the shard; ("", 0) if it held another block
 
@@ -396,7 +402,7 @@ class Cleared(Reply):
     blocks: int
 
 
-class Restated(Reply):
+class Reclaimed(Reply):
     lost: list[int] = []  # leases that could not be restored
 
 
@@ -410,7 +416,7 @@ class Explained(Reply):
     answer: msgspec.Raw
 
 
-class Seen(msgspec.Struct, array_like=True):
+class LookupRecord(msgspec.Struct, array_like=True):
     """One lookup: the blocks requested and found."""
 
     at_ms: int  # by a monotonic clock
@@ -424,14 +430,14 @@ class Seen(msgspec.Struct, array_like=True):
     hashes: list[bytes]
 
 
-class Watched(Reply):
+class TracedLookups(Reply):
     next: int  # the next value for `since`
     lost: int  # lookups before these that could not be kept
     more: bool  # whether more are available
-    lookups: list[Seen]
+    lookups: list[LookupRecord]
 
 
-class Look(msgspec.Struct, array_like=True):
+class Exists(msgspec.Struct, array_like=True):
     """Report which blocks of a chain the tier has. `namespace` is an id."""
 
     number: int
@@ -440,7 +446,7 @@ class Look(msgspec.Struct, array_like=True):
     hashes: list[bytes]
 
 
-class Bring(msgspec.Struct, array_like=True):
+class Fetch(msgspec.Struct, array_like=True):
     """Bring blocks of a chain into the region, below `parent`, None for a root, by a reservation."""
 
     number: int
@@ -450,7 +456,7 @@ class Bring(msgspec.Struct, array_like=True):
     hashes: list[bytes]
 
 
-class WriteOut(msgspec.Struct, array_like=True):
+class Store(msgspec.Struct, array_like=True):
     """Store blocks in the tier. They are leased until the job is reported."""
 
     number: int
@@ -465,9 +471,9 @@ class Jobs(Reply):
     """Work for a tier."""
 
     specs: list[NamespaceSpec] = []  # of the jobs' namespaces that it has not attached
-    looks: list[Look] = []
-    brings: list[Bring] = []
-    writes: list[WriteOut] = []
+    looks: list[Exists] = []
+    brings: list[Fetch] = []
+    writes: list[Store] = []
 
 
 class Error(Reply):
@@ -484,6 +490,6 @@ class Error(Reply):
         self.code, self.message = escaped(self.code), escaped(self.message)
 
 
-DoorMessage = Hello | Welcome | Error
+HandshakeMessage = Hello | Welcome | Error
 REQUESTS: Any = reduce(or_, Request.__subclasses__())  # for decoders: a message's tag selects its class
 REPLIES: Any = reduce(or_, Reply.__subclasses__())

@@ -15,7 +15,7 @@ import stat
 import struct
 from collections.abc import Iterator, Mapping
 
-from kvcache_proto.endpoint import door_path, socket_path
+from kvcache_proto.endpoint import handshake_path, socket_path
 from kvcache_proto.errors import ConfigError, NotPermitted, Unavailable
 from kvcache_proto.users import parse_ids, user
 
@@ -55,7 +55,7 @@ def check_server(door: socket.socket, endpoint: str, named: frozenset[int]) -> N
     """
     unknown = _unknown_user()
     trusted = ({0, os.geteuid()} - {unknown}) | named
-    path = door_path(endpoint)
+    path = handshake_path(endpoint)
     try:
         *above, (_, folder) = _way(os.path.dirname(path))
         if all(_is_safe(each, trusted) for _, each in above) and folder.st_uid != unknown:

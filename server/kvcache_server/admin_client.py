@@ -32,19 +32,19 @@ class AdminClient:
         self.endpoint = endpoint
         self._timeout = timeout
         self._ids = itertools.count(1)
-        self._door = socket.socket(socket.AF_UNIX)
-        self._door.settimeout(timeout)
+        self._handshake = socket.socket(socket.AF_UNIX)
+        self._handshake.settimeout(timeout)
         try:
-            door.connect(self._door, endpoint)
-            check_server(self._door, endpoint, server_uids())
+            door.connect(self._handshake, endpoint)
+            check_server(self._handshake, endpoint, server_uids())
             welcome = self._shake_hands(Hello(PROTOCOL_VERSION, engine, label, f"kvcache-server {__version__}"))
         except (TimeoutError, ConnectionError) as error:
-            self._door.close()
+            self._handshake.close()
             raise Unavailable(
                 f"the daemon at {endpoint} does not complete the handshake ({error or 'timed out'})"
             ) from None
         except BaseException:
-            self._door.close()
+            self._handshake.close()
             raise
         self.session = welcome.session
         self.geometry = welcome.geometry
@@ -66,7 +66,7 @@ class AdminClient:
 
     def close(self) -> None:
         self._context.destroy(linger=0)
-        self._door.close()
+        self._handshake.close()
 
     def status(self) -> Status:
         """Return the daemon's figures, without this session. Raises Unavailable for a daemon of another version whose
@@ -120,10 +120,10 @@ class AdminClient:
         return number
 
     def _shake_hands(self, hello: Hello) -> Welcome:
-        door.send_hello(self._door, hello)
+        door.send_hello(self._handshake, hello)
         received = b""
         while wanted := door.missing(received):
-            data, descriptors, _, _ = socket.recv_fds(self._door, wanted, 2)
+            data, descriptors, _, _ = socket.recv_fds(self._handshake, wanted, 2)
             for descriptor in descriptors:
                 os.close(descriptor)
             if not data:

@@ -373,5 +373,7 @@ class Status(msgspec.Struct):
     hints: Hints
     refusals: Annotated[Counts, _doc("Blocks that were neither granted nor given out, by reason")]
     counters: Counts
-    told: Annotated[Counts, _doc("Sums of what clients count; loaded_bytes and saved_bytes are counted by ranks")]
+    client_counts: Annotated[
+        Counts, _doc("Sums of what clients count; loaded_bytes and saved_bytes are counted by ranks")
+    ]
     daemon: Daemon

@@ -34,7 +34,7 @@ class Recorder:
         self._recent: dict[tuple[str, str | bytes], None] = {}
         self._first: int | None = None
 
-    def lines(self, lookups: list[m.Seen]) -> Iterator[dict[str, Any]]:
+    def lines(self, lookups: list[m.LookupRecord]) -> Iterator[dict[str, Any]]:
         """Yield a line for each lookup of a new request that asked for blocks."""
         for seen in lookups:
             if not seen.hashes:
@@ -59,19 +59,19 @@ class Recorder:
                 "hash_ids": [self._number(seen, each) for each in seen.hashes],
             }
 
-    def _number(self, seen: m.Seen, block: bytes) -> int:
+    def _number(self, seen: m.LookupRecord, block: bytes) -> int:
         return self._numbers.setdefault((seen.namespace, seen.group, block), len(self._numbers))
 
 
 def record(admin: AdminClient, out: IO[str], seconds: float, stopped: Any = lambda: False) -> tuple[Recorder, int]:
     """Write the lookups of `seconds` (0: until `stopped`); return the recorder and the number of lost lookups."""
     recorder, lost, until = Recorder(), 0, time.monotonic() + seconds
-    since = admin.ask(m.Watch(0, b"")).next
+    since = admin.ask(m.TraceLookups(0, b"")).next
     while True:
         ending = stopped() or (seconds and time.monotonic() >= until)
         more = True
         while more:
-            watched = admin.ask(m.Watch(0, b"", since))
+            watched = admin.ask(m.TraceLookups(0, b"", since))
             since, more, lost = watched.next, watched.more, lost + watched.lost
             for line in recorder.lines(watched.lookups):
                 out.write(json.dumps(line) + "\n")

@@ -22,8 +22,8 @@ from collections.abc import Callable, Iterator
 import zmq
 
 from kvcache_proto import messages as m
-from kvcache_proto.codec import decode_door, encode
-from kvcache_proto.endpoint import door_path, routing_id, socket_path
+from kvcache_proto.codec import decode_handshake, encode
+from kvcache_proto.endpoint import handshake_path, routing_id, socket_path
 from kvcache_proto.errors import KVCacheError, from_wire
 from kvcache_proto.types import REF_BYTES, GroupSpec, NamespaceSpec
 
@@ -39,7 +39,7 @@ class Session:
     def __init__(self, endpoint: str, engine: str) -> None:
         self.door = socket.socket(socket.AF_UNIX)
         self.door.settimeout(10)
-        self.door.connect(door_path(endpoint))
+        self.door.connect(handshake_path(endpoint))
         frame = encode(m.Hello(m.PROTOCOL_VERSION, engine, "rank 0", "evil 1.0"))
         self.door.sendall(struct.pack("<I", len(frame)) + frame)
         heard, self.descriptors = b"", list[int]()
@@ -49,7 +49,7 @@ class Session:
             if not data:
                 raise ConnectionError("the door closed")
             heard += data
-        answer = decode_door(heard[4:])
+        answer = decode_handshake(heard[4:])
         if isinstance(answer, m.Error):
             raise from_wire(answer.code, answer.message)
         assert isinstance(answer, m.Welcome)
@@ -92,7 +92,7 @@ class Attacker:
         self._crowd(socket_path(self.endpoint))
 
     def crowd_the_door(self) -> None:
-        self._crowd(door_path(self.endpoint))
+        self._crowd(handshake_path(self.endpoint))
 
     def _crowd(self, path: str) -> None:
         with contextlib.ExitStack() as leave:
@@ -156,8 +156,8 @@ class Attacker:
                 for request in (
                     m.Acquire(number, session.token, 1, hashes),
                     m.Reserve(number, session.token, 1, [m.Run(hashes)]),
-                    m.Distrust(number, session.token, session.region, refs, 0, 0),
-                    m.Restate(number, session.token, 0, [(each, bytes(REF_BYTES)) for each in range(MANY)]),
+                    m.Invalidate(number, session.token, session.region, refs, 0, 0),
+                    m.Reclaim(number, session.token, 0, [(each, bytes(REF_BYTES)) for each in range(MANY)]),
                     m.Release(number, session.token, list(range(MANY))),
                 ):
                     if self.draw.random() < 0.6:
@@ -212,14 +212,14 @@ class Attacker:
         for number in range(1, 30):
             with socket.socket(socket.AF_UNIX) as door:
                 door.settimeout(5)
-                door.connect(door_path(self.endpoint))
+                door.connect(handshake_path(self.endpoint))
                 frame = encode(m.Hello(m.PROTOCOL_VERSION, "victim", "", "", number, self.draw.randbytes(16)))
                 door.sendall(struct.pack("<I", len(frame)) + frame)
                 with contextlib.suppress(ConnectionError, TimeoutError):
                     data, descriptors, _, _ = socket.recv_fds(door, 1 << 16, 4)
                     for descriptor in descriptors:
                         os.close(descriptor)
-                    answer = decode_door(data[4:]) if data else None
+                    answer = decode_handshake(data[4:]) if data else None
                     if isinstance(answer, m.Welcome) and answer.resumed:
                         self.came["another's session resumed"] += 1
 

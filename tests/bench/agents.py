@@ -256,7 +256,7 @@ def main() -> None:
         (Path(folder) / "model").mkdir(parents=True, exist_ok=True)
         (Path(folder) / "model" / "config.json").write_text(json.dumps(TOY if options.toy else LLAMA))
         for case in cases * options.rounds:
-            if why := case.why_not():
+            if why := case.unsupported_reason():
                 print(f"{case.name}: {why}", flush=True)
                 continue
             try:

@@ -35,7 +35,7 @@ class Case(NamedTuple):
     serve: Server
     tier: bool = True
     environment: dict[str, str] = {}  # noqa: RUF012  # nobody writes to it
-    why_not: Callable[[], str] = lambda: ""
+    unsupported_reason: Callable[[], str] = lambda: ""
 
 
 def start_engine(name: str, folder: Path, environment: dict[str, str]) -> EngineProcess:
@@ -162,7 +162,7 @@ CASES = {
             "lmcache",
             lmcache,
             environment={"LMCACHE_TRACK_USAGE": "false", "LMCACHE_DISABLE_BANNER": "1"},
-            why_not=_installed("lmcache"),
+            unsupported_reason=_installed("lmcache"),
         ),
         Case("ours", ours),
         Case("disk", disk),

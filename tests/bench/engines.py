@@ -305,7 +305,7 @@ class Bench:
                 continue
             for name in self.options.cases:
                 case = CASES[name]
-                reason = case.why_not()
+                reason = case.unsupported_reason()
                 if reason:
                     print(f"{name}: left out, {reason}", flush=True)
                     continue

@@ -33,14 +33,14 @@ class Kind(NamedTuple):
     size: float
     reach: int
     checkpoint: int  # blocks between two
-    junctions: bool = False  # whether tails are saved where a prompt parts from what is cached
+    divergences: bool = False  # whether tails are saved where a prompt parts from what is cached
 
 
 KINDS = (
     Kind("full attention alone", 0, 0, 1 << 30),
     Kind("window of 2 blocks", 5, 2, 1 << 30),  # five layers with a window for each with full attention
     Kind("window of 2, checkpoints", 5, 2, 8),
-    Kind("window of 2, junctions", 5, 2, 1 << 30, True),
+    Kind("window of 2, divergences", 5, 2, 1 << 30, True),
     Kind("window of 2, both", 5, 2, 32, True),
     Kind("small state", 1, 1, 1 << 30),
     Kind("small state, checkpoints", 1, 1, 8),
@@ -89,11 +89,11 @@ def play_unlimited(requests: list[TraceRequest], blocks: int, kind: Kind, engine
     for request, engine in zip(requests, routes(requests, setup), strict=True):
         names = full_blocks(request, kind)
         found = daemon.ask(engine, [block_hash(each) for each in names], request.at, time.perf_counter)[0]
-        junction = found if kind.junctions else 0
+        divergence = found if kind.divergences else 0
         for tail in tails_of(kind):
             while found and not saved.issuperset(names[found - tail.needed(found) : found]):
                 found -= 1
-            saved |= {names[at] for at in daemon.saved(tail, len(names), found, len(names), junction)}
+            saved |= {names[at] for at in daemon.saved(tail, len(names), found, len(names), divergence)}
         hits += found
     return hits
 
@@ -111,7 +111,7 @@ def make(blocks: int, kind: Kind, engines: int, with_tails: bool) -> tuple[Simul
     setup = Setup(engines=engines, block_bytes=BYTES)
     room, _ = make_rooms(size_for(blocks, setup), setup)
     tails = tails_of(kind) if with_tails else []
-    daemon = SimulatedDaemon(room, 512, engines, tails=tails, checkpoint=kind.checkpoint, junctions=kind.junctions)
+    daemon = SimulatedDaemon(room, 512, engines, tails=tails, checkpoint=kind.checkpoint, divergences=kind.divergences)
     return daemon, setup
 
 

@@ -91,7 +91,7 @@ def cases(client: Client, again: Callable[[], Client], pid: int) -> Any:
     yield "settle that shows 16,384", lambda: client.settle(below[0])
     slots = client.ask(m.Acquire(0, b"", client.namespace, few, 0, False)).slots
     region = client.geometry.region_id
-    yield "distrust of the first of 16,384", lambda: client.ask(m.Distrust(0, b"", region, slots[:16], 0, 0))
+    yield "invalidate of the first of 16,384", lambda: client.ask(m.Invalidate(0, b"", region, slots[:16], 0, 0))
     orphans = names(7 << 60, MOST)
     root = client.reserve([m.Run(orphans[:1])])
     for at in range(1, MOST, BLOCKS):
@@ -101,8 +101,8 @@ def cases(client: Client, again: Callable[[], Client], pid: int) -> Any:
     for number in range(LEASES):
         holder.ask(m.Acquire(0, b"", holder.namespace, many[: 1 + number % MOST]))
     yield "the end of 4,000 leases", lambda: (holder.close(), time.sleep(2.0))
-    notes = [m.Note("request", "cause", 0, names(4 << 60, MOST))]
-    yield "remark on 16,384", lambda: (client.tell(m.Remark(0, b"", client.namespace, notes)), client.ping())
+    notes = [m.MissNote("request", "cause", 0, names(4 << 60, MOST))]
+    yield "remark on 16,384", lambda: (client.tell(m.ReportMisses(0, b"", client.namespace, notes)), client.ping())
     gone = again()
     writing = names(5 << 60, MOST)
     for at in range(0, MOST, BLOCKS):

@@ -211,7 +211,7 @@ def main() -> None:
         if options.below:
             print(json.dumps(daemon.status()["daemon"]["tiers"]), flush=True)
         if options.overlap:
-            print(f"loads that overlapped: {daemon.status()['told'].get('loads_layered', 0)}", flush=True)
+            print(f"loads that overlapped: {daemon.status()['client_counts'].get('loads_layered', 0)}", flush=True)
 
 
 if __name__ == "__main__":

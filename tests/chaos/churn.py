@@ -1,7 +1,7 @@
 """Creates and ends everything that a daemon has, again and again: `python tests/chaos/churn.py --rounds 1000`.
 
 In each round, engines with new names attach new namespaces, change their weights, save, look up, hold leases, report
-what they could not use, distrust blocks, and leave or die; ranks fail and die; blocks are superseded; block sizes take
+what they could not use, invalidate blocks, and leave or die; ranks fail and die; blocks are superseded; sizes take
 each other's pages; operators watch, ask why, follow the events and request a replay; HTTP requests are sent and cut
 off; invalid messages are sent; the configuration is read again. Then everything is released and cleared, so that every
 round ends in the same state.
@@ -33,7 +33,7 @@ from fleet import HERE, LOOK, START_SECONDS, Broken, Daemon
 from run import quiet
 
 from kvcache_proto import messages as m
-from kvcache_proto.endpoint import door_path
+from kvcache_proto.endpoint import handshake_path
 from kvcache_proto.errors import KVCacheError
 from kvcache_proto.types import REF_BYTES, Finding, GroupSpec, NamespaceSpec, Outcome, Refusal
 from kvcache_server.admin_client import AdminClient
@@ -134,11 +134,13 @@ class Churn:
                 leases = [engine.acquire(namespace, chain[:n], f"request-{self.rounds}-{n}").lease for n in (64, 8)]
                 engine.tell(m.Release(0, b"", leases[:1]))
                 asked = engine.acquire(namespace, [*chain[:32], *self.new(4)], f"miss-{self.rounds}")
-                engine.tell(m.Remark(0, b"", namespace, [m.Note(f"miss-{self.rounds}", "deadline", 3, chain[:2])]))
+                engine.tell(
+                    m.ReportMisses(0, b"", namespace, [m.MissNote(f"miss-{self.rounds}", "deadline", 3, chain[:2])])
+                )
                 engine.ask(m.Why(0, b"", f"miss-{self.rounds}"))
                 slot = asked.slots[-REF_BYTES:]
-                engine.ask(m.Distrust(0, b"", engine.geometry.region_id, slot, 0, Finding.CORRUPT))
-                engine.tell(m.Tell(0, b"", 0, {"probes": 1, f"unknown-{self.rounds}": 1}))
+                engine.ask(m.Invalidate(0, b"", engine.geometry.region_id, slot, 0, Finding.CORRUPT))
+                engine.tell(m.ReportClient(0, b"", 0, {"probes": 1, f"unknown-{self.rounds}": 1}))
                 engine.tell(m.Detach(0, b"", namespace))
             engine.status()
 
@@ -202,13 +204,13 @@ class Churn:
 
     def watchers(self) -> None:
         with self.engine("watched") as engine, self.engine("watches") as watcher:
-            since = watcher.ask(m.Watch(0, b"")).next
+            since = watcher.ask(m.TraceLookups(0, b"")).next
             namespace = engine.attach(SMALL, f"{self.rounds}")
             chain = self.new(20)
             engine.store(namespace, chain)
             for count in (5, 10, 20):
                 engine.tell(m.Release(0, b"", [engine.acquire(namespace, chain[:count], f"w-{count}").lease]))
-            watcher.ask(m.Watch(0, b"", since))
+            watcher.ask(m.TraceLookups(0, b"", since))
 
     def followers(self) -> None:
         context: zmq.Context[Any] = zmq.Context()
@@ -262,7 +264,7 @@ class Churn:
                     engine.ping()
         for said in (b"", b"\xff\xff\xff\xff", b"\x04\x00\x00\x00\xc1\xc1\xc1\xc1"):
             with socket.socket(socket.AF_UNIX) as door:
-                door.connect(door_path(self.endpoint))
+                door.connect(handshake_path(self.endpoint))
                 door.sendall(said)
 
 

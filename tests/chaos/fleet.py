@@ -22,7 +22,7 @@ import conftest
 import schedule
 from tallies import NAMES, Tallies
 
-from kvcache_proto.endpoint import door_path
+from kvcache_proto.endpoint import handshake_path
 from kvcache_proto.errors import KVCacheError
 
 HERE = Path(__file__).parent
@@ -207,7 +207,7 @@ class Crowd:
         if plan.name not in self._proxies:
             command = [sys.executable, str(HERE / "proxy.py"), front, self.endpoint, str(plan.seed)]
             self._proxies[plan.name] = subprocess.Popen(command, stdin=subprocess.PIPE, text=True)
-            while not os.path.exists(door_path(front)):
+            while not os.path.exists(handshake_path(front)):
                 time.sleep(LOOK)
         return front
 

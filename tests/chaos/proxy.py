@@ -18,7 +18,7 @@ from collections import OrderedDict
 
 import zmq
 
-from kvcache_proto.endpoint import door_path
+from kvcache_proto.endpoint import handshake_path
 
 PEERS = 8  # ZeroMQ connections of clients that are kept; a client has one, and leaves the others behind
 
@@ -37,7 +37,7 @@ class Proxy:
         self.count = 0
         self.doors: dict[socket.socket, socket.socket] = {}
         self.listener = socket.socket(socket.AF_UNIX)
-        self.listener.bind(door_path(front))
+        self.listener.bind(handshake_path(front))
         self.listener.listen(16)
         self.poller = zmq.Poller()
         for each in (self.front, self.listener, sys.stdin):
@@ -116,7 +116,7 @@ class Proxy:
         visitor, _ = self.listener.accept()
         behind = socket.socket(socket.AF_UNIX)
         try:
-            behind.connect(door_path(self.back))
+            behind.connect(handshake_path(self.back))
         except OSError:
             visitor.close()
             behind.close()

@@ -30,7 +30,7 @@ from payload import BRANCHES, FAMILIES, LENGTH, prompt
 from run import add_up, quiet
 
 from kvcache_client import Session
-from kvcache_proto.endpoint import door_path
+from kvcache_proto.endpoint import handshake_path
 from kvcache_proto.types import Verdict
 
 SPEC = blocks.SPECS["small"]
@@ -96,7 +96,7 @@ def a_proxy(folder: Path, endpoint: str) -> Iterator[tuple[str, Callable[[], Non
     front = f"ipc://{folder}/front.sock"
     command = [sys.executable, str(Path(__file__).with_name("proxy.py")), front, endpoint, "0"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, text=True) as proxy:
-        while not os.path.exists(door_path(front)):
+        while not os.path.exists(handshake_path(front)):
             time.sleep(STEP)
         yield front, lambda: print("cut", file=proxy.stdin, flush=True)
 

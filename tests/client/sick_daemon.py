@@ -25,7 +25,7 @@ from typing import Any
 import msgspec
 import zmq
 
-from kvcache_proto.endpoint import door_path
+from kvcache_proto.endpoint import handshake_path
 
 LENGTH = struct.Struct("<I")
 REF = 24
@@ -190,7 +190,7 @@ class Sick:
         self.router.linger = 0
         self.router.bind(endpoint)
         self.listener = socket.socket(socket.AF_UNIX)
-        self.listener.bind(door_path(endpoint))
+        self.listener.bind(handshake_path(endpoint))
         self.listener.listen()
         self.dealers: dict[bytes, Any] = {}
         self.kept: list[tuple[bytes, bytes]] = []  # requests heard and not handed on
@@ -265,7 +265,7 @@ class Sick:
                 self.visitors[visitor] = None
             return
         behind = socket.socket(socket.AF_UNIX)
-        behind.connect(door_path(self.real))
+        behind.connect(handshake_path(self.real))
         behind.sendall(_frame(visitor))
         data, descriptors, _, _ = socket.recv_fds(behind, 1 << 16, 2)
         frame, handed = DOOR[self.door](data[LENGTH.size :], descriptors)

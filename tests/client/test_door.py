@@ -16,7 +16,7 @@ import pytest
 from kvcache_client import Session, Unavailable
 from kvcache_proto import door
 from kvcache_proto.codec import encode
-from kvcache_proto.endpoint import door_path
+from kvcache_proto.endpoint import handshake_path
 from kvcache_proto.errors import BadFrame, NotPermitted, RegionError, VersionMismatch
 from kvcache_proto.messages import PROTOCOL_VERSION, Error, Welcome
 from kvcache_proto.types import PoolGeometry
@@ -38,7 +38,7 @@ def test_no_permission_is_said(daemon: Any) -> None:
         "try: Session.connect(sys.argv[1], engine='e1')\n"
         "except NotPermitted as error: print(error)\n"
     )
-    path = door_path(daemon.endpoint)
+    path = handshake_path(daemon.endpoint)
     os.chmod(os.path.dirname(path), 0o755)
     ended = subprocess.run(
         [sys.executable, "-c", program, daemon.endpoint, path], capture_output=True, text=True, timeout=30
@@ -53,7 +53,7 @@ class StrangeDoor:
         self, endpoint: str, message: Welcome | Error | bytes, descriptors: int = 0, hasty: bool = False
     ) -> None:
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._listener.bind(door_path(endpoint))
+        self._listener.bind(handshake_path(endpoint))
         self._listener.listen()
         self._frame = message if isinstance(message, bytes) else encode(message)
         self._descriptors = [0] * descriptors

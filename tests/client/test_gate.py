@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 from toy_engine import BLOCK, SPEC, Cache, Engine, chain
 
-from kvcache_client.scheduler.pace import LEAST_LOADS, OFF_PATIENCE, WINDOW_SECONDS, Gate
+from kvcache_client.scheduler.cost_model import LEAST_LOADS, OFF_PATIENCE, WINDOW_SECONDS, Gate
 from kvcache_client.scheduler.requests import RequestState
 from kvcache_client.scheduler.views import NewTable, RequestView, StepView
 from kvcache_client.session.counters import Counters
@@ -34,18 +34,18 @@ class Host:
     def compute(self, state: RequestState, begin: int, end: int) -> None:
         number = next(self._numbers)
         view = StepView(end - begin, {state.id: end - begin}, [NewTable(state.id, [[]], begin)])
-        timed = self.gate.pace.step(number, view, self.now)
+        timed = self.gate.costs.step(number, view, self.now)
         self.now += self.computes(end - begin)
-        self.gate.pace.ended([number] if timed else [], self.now)
+        self.gate.costs.ended([number] if timed else [], self.now)
 
     def answer(self, tokens: int, hit: int = 0) -> bool:
         """Answer a prompt of which `hit` tokens are cached; return whether they were loaded."""
         state = self.state()
         loads = hit > 0 and self.gate.admits(state, 0, hit)
         if loads:
-            self.gate.pace.load_began(state.id, hit, self.now)
+            self.gate.costs.load_began(state.id, hit, self.now)
             self.now += self.load + self.loaded * hit
-            self.gate.pace.load_ended(state.id, False, self.now)
+            self.gate.costs.load_ended(state.id, False, self.now)
         self.compute(state, hit if loads else 0, tokens)
         return loads
 
@@ -57,13 +57,13 @@ class Host:
         states = [self.state() for _ in range(requests)]
         loading = [state for state in states if self.gate.admits(state, 0, hit)]
         for state in loading:
-            self.gate.pace.load_began(state.id, hit, self.now)
+            self.gate.costs.load_began(state.id, hit, self.now)
         for state in states:
             if state not in loading:
                 self.compute(state, 0, tokens)
         for state in loading:
             self.compute(self.state(), 0, tokens)  # what other requests compute meanwhile
-            self.gate.pace.load_ended(state.id, False, self.now)
+            self.gate.costs.load_ended(state.id, False, self.now)
         for state in loading:
             self.compute(state, hit, tokens)
         return len(loading)
@@ -122,7 +122,7 @@ def test_a_request_is_judged_once() -> None:
 
 def test_bytes_that_a_thread_must_carry_are_not_loaded_before_it_is_known_how_fast_the_engine_computes() -> None:
     host = Host()
-    host.gate.pace.carried({0: 1e-9})
+    host.gate.costs.carried({0: 1e-9})
     assert not host.answer(1000, 900)
     for tokens in (100, 700, 2000, 50, 1500, 300, 900, 1200, 400, 250):
         host.answer(tokens)
@@ -231,7 +231,10 @@ def test_a_request_does_not_wait_for_what_it_computes_faster() -> None:
     assert engine.scheduler.counters["waits_declined_slow"] == 1
     long = engine.request("long", chain("long", 40))
     assert engine.ask(long) == (None, False)
-    compute, load = engine.scheduler.gate.pace.computing(0, 40 * BLOCK), engine.scheduler.gate.pace.loading(40 * BLOCK)
+    compute, load = (
+        engine.scheduler.gate.costs.computing(0, 40 * BLOCK),
+        engine.scheduler.gate.costs.loading(40 * BLOCK),
+    )
     engine.now += compute - load - 1e-4
     assert engine.ask(long) == (None, False)
     engine.now += 2e-4  # as long as a load may gain

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvcache_client.scheduler.pace import LEAST_SAVED, Overlap, Pace
+from kvcache_client.scheduler.cost_model import LEAST_SAVED, CostModel, Overlap
 from kvcache_client.scheduler.views import NewTable, StepView
 from kvcache_client.worker.layered import MOST, section_ends
 
@@ -29,9 +29,9 @@ def test_sections_have_whole_layers(layers: list[int], ends: list[int]) -> None:
     assert len(found) <= MOST and not {*found} - {*layers}
 
 
-def learned(load: float, token: float, fixed: float = 0.001) -> Pace:
+def learned(load: float, token: float, fixed: float = 0.001) -> CostModel:
     """Return the pace of an engine that takes `token` seconds for a token, and `load` for one that it loads."""
-    pace, now = Pace(), 0.0
+    pace, now = CostModel(), 0.0
     for number in range(1, 20):
         tokens = 100 * number
         step = StepView(tokens=tokens, scheduled={"r": tokens}, started=[NewTable("r", [[]], 0)])
@@ -56,7 +56,7 @@ def test_a_load_overlaps_where_that_saves_time() -> None:
     assert not overlap.wins(0, 100, 10_000), "there is hardly anything to load"
     assert not overlap.wins(0, 80_000, 82_000), "others that come would wait for 200 ms instead of 50"
     assert not Overlap(pace, False, 0, 8192).wins(0, 8000, 10_000)
-    assert not Overlap(Pace(), True, 0, 8192).wins(0, 8000, 10_000), "nothing is known yet"
+    assert not Overlap(CostModel(), True, 0, 8192).wins(0, 8000, 10_000), "nothing is known yet"
     short = Overlap(pace, True, 0, step_tokens=64)
     assert pace.computing(0, 64) < LEAST_SAVED
     assert not short.wins(0, 8000, 10_000), "the step that it overlaps with is short"

@@ -19,7 +19,7 @@ from kvcache_client.engines.vllm.identity import (
     namespace_spec,
     rank_block_bytes,
     shards,
-    why_not,
+    unsupported_reason,
     why_not_by_head,
     with_stages,
 )
@@ -362,22 +362,24 @@ def test_shards_of_stages_have_the_sizes_of_their_ranks() -> None:
 
 
 def test_what_cannot_be_cached_is_named() -> None:
-    assert why_not(vllm_config(), kv_cache_config()) == ""
-    assert why_not(vllm_config(), kv_cache_config(MLAAttentionSpec())) == ""
-    assert why_not(vllm_config(), kv_cache_config(RSWASpec())).startswith("RSWASpec")
+    assert unsupported_reason(vllm_config(), kv_cache_config()) == ""
+    assert unsupported_reason(vllm_config(), kv_cache_config(MLAAttentionSpec())) == ""
+    assert unsupported_reason(vllm_config(), kv_cache_config(RSWASpec())).startswith("RSWASpec")
     mixed = SimpleNamespace(block_size=16, kv_cache_specs={"a": FullAttentionSpec(), "b": SlidingWindowSpec()})
-    assert why_not(vllm_config(), kv_cache_config(mixed)).startswith("SlidingWindowSpec")
+    assert unsupported_reason(vllm_config(), kv_cache_config(mixed)).startswith("SlidingWindowSpec")
     spread = copy.deepcopy(vllm_config())
     spread.parallel_config.decode_context_parallel_size = 2
-    assert "decode_context_parallel_size 2" in why_not(spread, kv_cache_config())
+    assert "decode_context_parallel_size 2" in unsupported_reason(spread, kv_cache_config())
     alone = copy.deepcopy(vllm_config())
     alone.model_config.use_mla, alone.cache_config.enable_prefix_caching = True, False
     alone.scheduler_config = SimpleNamespace(enable_chunked_prefill=False)
     alone.device_config = SimpleNamespace(device_type="cpu")
-    assert "CPU_MLA" in why_not(alone, kv_cache_config())
+    assert "CPU_MLA" in unsupported_reason(alone, kv_cache_config())
     alone.device_config.device_type = "cuda"  # where it was the user who turned both off
-    assert why_not(alone, kv_cache_config()) == ""
-    assert why_not(vllm_config(), kv_cache_config(hash_block_size=8)) == "hashes of 8 tokens for blocks of 16"
+    assert unsupported_reason(alone, kv_cache_config()) == ""
+    assert (
+        unsupported_reason(vllm_config(), kv_cache_config(hash_block_size=8)) == "hashes of 8 tokens for blocks of 16"
+    )
 
 
 @pytest.mark.parametrize(

@@ -309,7 +309,7 @@ def test_a_call_does_not_wait_for_a_daemon_that_has_died(
                 lambda: session.daemon.connection is not None and session.daemon.connection.channel._lock.locked(),
                 "the call on its way",
             )
-            session._supervisor._bell.ring()
+            session._supervisor._waker.wake()
             time.sleep(0.2)  # it may go there, and wait for its turn
             daemon.kill()
         caller.join(30)

@@ -114,21 +114,21 @@ def test_an_odd_answer_is_a_miss(slots: bytes) -> None:
     assert namespace.acquire(names(6)).failed and daemon.odd
 
 
-@pytest.mark.parametrize(("junction", "good"), [(6, True), (7, False), (-1, False), (0, True)])
-def test_a_lookup_brings_the_junction(junction: int, good: bool) -> None:
+@pytest.mark.parametrize(("divergence", "good"), [(6, True), (7, False), (-1, False), (0, True)])
+def test_a_lookup_brings_the_junction(divergence: int, good: bool) -> None:
     """It is within what was asked for."""
     daemon, namespace = joined(FULL, WINDOW)
-    daemon.reply = Acquired(1, 0, 0, 0, b"", junction=junction)
+    daemon.reply = Acquired(1, 0, 0, 0, b"", divergence=divergence)
     lease = namespace.acquire(names(6))
-    assert (lease.failed, lease.junction) == (not good, junction if good else 0)
+    assert (lease.failed, lease.divergence) == (not good, divergence if good else 0)
 
 
 def test_a_junction_lies_above_what_is_cached() -> None:
     daemon, namespace = joined(FULL, WINDOW)
-    daemon.reply = Acquired(1, 0, 0, 0, b"", 3, junction=3)
+    daemon.reply = Acquired(1, 0, 0, 0, b"", 3, divergence=3)
     assert namespace.acquire(names(6)).failed and daemon.odd
-    daemon.reply = Acquired(1, 0, 0, 0, b"", 3, junction=4)
-    assert namespace.acquire(names(6)).junction == 4
+    daemon.reply = Acquired(1, 0, 0, 0, b"", 3, divergence=4)
+    assert namespace.acquire(names(6)).divergence == 4
 
 
 def test_the_references_of_each_group_are_checked() -> None:

@@ -24,7 +24,7 @@ Until = Callable[[Callable[[], Any], str], Any]
 
 
 def told(daemon: Any, name: str) -> int:
-    return int(daemon.status()["told"].get(name, 0))
+    return int(daemon.status()["client_counts"].get(name, 0))
 
 
 def row(daemon: Any, session: Session) -> dict[str, Any]:
@@ -91,7 +91,7 @@ def test_a_session_that_leaves_tells_the_rest_and_its_counts_stay_in_the_sum(dae
         until(lambda: row(daemon, session)["breaker"] == "closed", "its first telling")
         session.daemon.count("loads_failed", 2)
     status = daemon.wait_status(lambda status: not status["sessions"], "its end")
-    assert status["told"]["loads_failed"] == 2
+    assert status["client_counts"]["loads_failed"] == 2
 
 
 def test_the_next_daemon_hears_what_happened_while_none_was_there_and_nothing_twice(
@@ -106,7 +106,7 @@ def test_the_next_daemon_hears_what_happened_while_none_was_there_and_nothing_tw
         daemon.stop()
         daemon = start_daemon(keep="true")
         until(lambda: told(daemon, "links_lost") == 1, "what happened between the daemons")
-        assert "loads_failed" not in daemon.status()["told"]
+        assert "loads_failed" not in daemon.status()["client_counts"]
     daemon.wait_status(lambda status: not status["sessions"], "its end")
 
 

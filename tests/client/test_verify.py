@@ -43,7 +43,7 @@ def test_a_spoilt_block_is_a_failed_load_that_names_its_writer(
     assert two.worker.counters["blocks_corrupt"] == 1
     assert [two.block(20), two.block(21)] == [one.block(0), one.block(1)]
     status = daemon.wait_status(lambda s: s["pool"]["blocks"] == 2, "the end of the block and of those below it")
-    assert (status["counters"]["blocks_corrupt"], status["counters"]["blocks_distrusted"]) == (1, 3)
+    assert (status["counters"]["blocks_corrupt"], status["counters"]["blocks_invalidated"]) == (1, 3)
     until(lambda: "stored by engine one (session" in caplog.text, "the line of the client")
     line = next(line for line in daemon.log.splitlines() if "stored by engine one (session" in line)
     assert "ERROR" in line and "found by engine two" in line

@@ -12,7 +12,7 @@ from kvcache_client.scheduler.scheduler import Scheduler
 from kvcache_client.scheduler.views import IDLE, EngineFacts, NewTable, RequestView, StepView
 from kvcache_client.settings import ConnectorSettings
 from kvcache_client.step_plan import StepPlan
-from kvcache_proto.messages import Note, Run
+from kvcache_proto.messages import MissNote, Run
 from kvcache_proto.types import BlockRef, Outcome
 
 BLOCK = 16
@@ -42,7 +42,7 @@ class Lease:
     region_id: bytes = b""
     coming: int = 0
     eta: float = 0.0
-    junction: int = 0
+    divergence: int = 0
 
     def release(self) -> None:
         self.cache.leases.discard(self.id)
@@ -59,7 +59,7 @@ class Reservation:
     failed: bool = False
 
 
-class Ticket:
+class PendingReservation:
     """Answered by `Cache.answer`; an `error` is a refusal as a whole."""
 
     def __init__(self, cache: Cache, space: Space, runs: Sequence[Run]) -> None:
@@ -71,7 +71,7 @@ class Ticket:
     def answer(self) -> None:
         granted, slots, refused = [], [], {}
         for at, each in enumerate(each for run in self._runs for each in run.hashes):
-            if why := self._cache.why_not(self._space, each):
+            if why := self._cache.unsupported_reason(self._space, each):
                 refused[at] = why
                 continue
             granted.append((self._space, each))
@@ -130,8 +130,8 @@ class Space:
             lease.pending, lease.coming, lease.eta = 0, 0, 0.0
         return lease
 
-    def reserve_runs_later(self, runs: Sequence[Run]) -> Ticket:
-        ticket = Ticket(self._cache, self, runs)
+    def reserve_runs_later(self, runs: Sequence[Run]) -> PendingReservation:
+        ticket = PendingReservation(self._cache, self, runs)
         self._cache.asked.append(list(runs))
         ticket.error = self._cache.refusal
         self._cache.tickets.append(ticket)
@@ -157,7 +157,7 @@ class Space:
         self._cache.hints.append(("drop", request, list(hashes), after))
         return True
 
-    def remark(self, notes: list[Note]) -> bool:
+    def report_misses(self, notes: list[MissNote]) -> bool:
         self._cache.notes += [(note.request, note.cause) for note in notes]
         return True
 
@@ -172,7 +172,7 @@ class Cache:
         self.leases: set[int] = set()
         self.lookups: list[str] = []
         self.asked: list[list[Run]] = []
-        self.tickets: list[Ticket] = []
+        self.tickets: list[PendingReservation] = []
         self.open: dict[int, list[tuple[Space, bytes]]] = {}
         self.notes: list[tuple[str, str]] = []
         self.hints: list[tuple[Any, ...]] = []  # as the daemon was told
@@ -197,7 +197,7 @@ class Cache:
         """Have blocks in the namespace that engines begin in, as if another engine had saved them."""
         self.attach(SPEC, (), 0).visible.update((each, next(self.slots)) for each in hashes)
 
-    def why_not(self, space: Space, each: bytes) -> str:
+    def unsupported_reason(self, space: Space, each: bytes) -> str:
         if each in space.visible:
             return "present"
         return "in_flight" if each in space.writing else "no_space" if self.full else ""

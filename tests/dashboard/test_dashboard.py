@@ -344,7 +344,7 @@ def report(asked: int, saved: dict[str, int], pid: int = 1) -> Status:
         hints=Hints(*[0] * 7, {}, {}, [], []),
         refusals={},
         counters={"blocks_requested": asked},
-        told={"loaded_bytes": 2 * asked},
+        client_counts={"loaded_bytes": 2 * asked},
         daemon=process(),
     )
     found.daemon.pid = pid

@@ -56,9 +56,9 @@ class Engine:
     def held(self) -> str:
         counts = self.session.counters
         sound = all(bytes(self.session.view(slot)) == self._content(0, at) for at, slot in enumerate(self.lease.slots))
-        restated = "restated" if counts.get("leases_restated") else "never restated"  # how often is the host's load
+        reclaimed = "reclaimed" if counts.get("leases_reclaimed") else "never reclaimed"  # how often is the host's load
         lost = counts.get("leases_lost", 0)
-        return f"{'held' if sound else 'spoilt'} {self.lease.hits}, {restated}, lost {lost}"
+        return f"{'held' if sound else 'spoilt'} {self.lease.hits}, {reclaimed}, lost {lost}"
 
     def _content(self, namespace: int, at: int) -> bytes:
         return bytes([at + 1 + 16 * namespace]) * BLOCK

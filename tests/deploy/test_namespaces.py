@@ -202,7 +202,7 @@ def needs_idmap(heard: list[str]) -> None:
 @pytest.mark.parametrize("kind", SERVED)
 def test_engines_save_load_and_survive_a_restart(heard: dict[str, list[str]], kind: str) -> None:
     needs_idmap(heard[kind])
-    assert heard[kind] == ["saved 8", "found 0", "found 8", "found 8", "held 2, restated, lost 0"]
+    assert heard[kind] == ["saved 8", "found 0", "found 8", "found 8", "held 2, reclaimed, lost 0"]
 
 
 @pytest.mark.parametrize("kind", REFUSED)

@@ -58,7 +58,7 @@ def exported(
         region = engine.geometry.region_id
         engine.ask(m.Settle(0, b"", region, reserved.reservation, (0,), Outcome.COMMITTED))
         engine.ask(m.Acquire(0, b"", namespace, run))
-        engine.tell(m.Tell(0, b"", Breaker.CLOSED, dict.fromkeys(CLIENT_COUNTS, 1)))
+        engine.tell(m.ReportClient(0, b"", Breaker.CLOSED, dict.fromkeys(CLIENT_COUNTS, 1)))
         engine.ping()
         with urllib.request.urlopen(daemon.status()["daemon"]["http"]["address"] + "/metrics", timeout=20) as answer:
             text = answer.read()

@@ -325,7 +325,7 @@ def test_hardened_engines_continue_after_restarts(service: Nest, engine_unit: Ma
     assert service.run("stat", "-c", "%i", "/run/kvcache") == folder  # which containers have mounted
     service.run("systemctl", "start", UNIT)
     assert [engine.ask(8) for engine in engines] == ["found 8"] * 2
-    assert [engine.ask("held") for engine in engines] == ["held 2, restated, lost 0"] * 2
+    assert [engine.ask("held") for engine in engines] == ["held 2, reclaimed, lost 0"] * 2
     assert [service.show(engine.unit, "ExecMainStatus") for engine in engines] == ["0"] * 2
 
 

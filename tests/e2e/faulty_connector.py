@@ -20,7 +20,7 @@ from kvcache_client.worker.worker import Worker
 __all__ = ["KVCacheServerConnector"]
 
 POINTS = {
-    setup: ["namespace_spec", "parse_settings", "why_not"],
+    setup: ["namespace_spec", "parse_settings", "unsupported_reason"],
     scheduler_side: ["open_session"],
     rank_side: ["open_session", "rank_in_engine"],
     Scheduler: ["__init__", "matched_tokens", "allocated", "plan", "ended", "finished", "reset", "close"],

@@ -7,7 +7,7 @@ import time
 from kvcache_client.devices import Job
 from kvcache_client.devices.cpu import CpuDevice
 from kvcache_client.engines.vllm.connector import KVCacheServerConnector
-from kvcache_client.scheduler.pace import Overlap
+from kvcache_client.scheduler.cost_model import Overlap
 from kvcache_client.worker import layered
 
 __all__ = ["KVCacheServerConnector"]

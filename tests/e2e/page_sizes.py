@@ -30,7 +30,7 @@ from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
 from vllm.v1.worker.gpu.attn_utils import get_kv_cache_spec
 
 from kvcache_client.engines.vllm.groups import Merged, boundary_tokens, group_spec, has_states, merged_groups
-from kvcache_client.engines.vllm.identity import shards, why_not
+from kvcache_client.engines.vllm.identity import shards, unsupported_reason
 
 BLOCK = 128
 
@@ -113,7 +113,7 @@ def figures(config: Any, model: Any, case: dict[str, Any]) -> dict[str, Any]:
             (each.state_content_size_bytes for each in specs.values() if kind(each) == "MambaSpec"), default=0
         ),
         "weights": sum(each.numel() * each.element_size() for each in model.parameters()),
-        "declined": why_not(config, cache),
+        "declined": unsupported_reason(config, cache),
         "shards": split.number // split.parts,
         "slots": [slot_of(each, tokens) for each in merged_groups(cache, tokens)],
     }

@@ -15,7 +15,7 @@ OFF = "this engine runs without the KV cache server"
 # What raises, and in how many lines the engine says that it runs without a cache.
 FAULTS = {
     "setup.parse_settings": 1,
-    "setup.why_not": 1,
+    "setup.unsupported_reason": 1,
     "setup.namespace_spec": 1,
     "scheduler_side.open_session": 1,
     "rank_side.open_session": 1,

@@ -25,4 +25,6 @@ def test_no_token_differs(reopened: Any, daemon: Any, prompt: Any, reference: An
     for each, answer in zip(prompts, expected, strict=True):
         assert engine.generate(each) == [answer]
     engine.ask("close")
-    daemon.wait_status(lambda s: s["told"].get("loads_layered") == len(prompts), "the count of overlapping loads")
+    daemon.wait_status(
+        lambda s: s["client_counts"].get("loads_layered") == len(prompts), "the count of overlapping loads"
+    )

@@ -33,8 +33,8 @@ from conftest import Daemon  # noqa: E402
 from nearly import Maker  # noqa: E402
 
 from kvcache_proto import messages as m  # noqa: E402
-from kvcache_proto.codec import decode_door, decode_reply, encode  # noqa: E402
-from kvcache_proto.endpoint import door_path  # noqa: E402
+from kvcache_proto.codec import decode_handshake, decode_reply, encode  # noqa: E402
+from kvcache_proto.endpoint import handshake_path  # noqa: E402
 from kvcache_proto.errors import ServerError  # noqa: E402
 from kvcache_proto.types import GroupSpec, NamespaceSpec  # noqa: E402
 from kvcache_server.admin_client import AdminClient  # noqa: E402
@@ -123,7 +123,7 @@ class Knocker:
     """Shakes hands in every way but, mostly, the right one."""
 
     def __init__(self, endpoint: str, draw: random.Random) -> None:
-        self._path = door_path(endpoint)
+        self._path = handshake_path(endpoint)
         self._draw = draw
         known = {"version": [1, 1, 2], "engine": ["e", "engine 7"]}
         self._maker = Maker(m.Hello | m.Welcome | m.Error, draw, known)
@@ -174,7 +174,7 @@ class Knocker:
                     if not data:
                         break
                     heard += data
-            answer = decode_door(heard[4:]) if heard else None
+            answer = decode_handshake(heard[4:]) if heard else None
             self.answers[answer.code if isinstance(answer, m.Error) else type(answer).__name__] += 1
             if isinstance(answer, m.Hello) or (isinstance(answer, m.Error) and answer.code == ServerError.code):
                 raise Finding(f"the door answered {answer}", writes)
@@ -219,9 +219,9 @@ def long_reply(endpoint: str) -> None:
     """Have the daemon send one: for the first that it sends without a copy, pyzmq makes a context and a thread."""
     with AdminClient(endpoint) as admin:
         namespace = admin.ask(m.Attach(0, b"", NamespaceSpec("long", (GroupSpec(16, 64),)))).namespace
-        since = admin.ask(m.Watch(0, b"")).next
+        since = admin.ask(m.TraceLookups(0, b"")).next
         admin.ask(m.Acquire(0, b"", namespace, [number.to_bytes(32, "big") for number in range(4000)]))
-        assert len(admin.ask(m.Watch(0, b"", since)).lookups) == 1
+        assert len(admin.ask(m.TraceLookups(0, b"", since)).lookups) == 1
 
 
 def fuzz(daemon: Daemon, frames: int, handshakes: int, seed: int) -> Result:

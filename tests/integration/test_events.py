@@ -178,7 +178,7 @@ def test_vllm_s_own_classes_read_them(start: Any, socket: MakeSocket) -> None:
 def test_a_subscriber_knows_what_lookups_find_across_a_restart(
     start: Any, socket: MakeSocket, short_folder: Path, seed: int
 ) -> None:
-    """Saves, evictions, distrust, clears and a kill -9 of the daemon; one subscriber hears all, one comes late."""
+    """Saves, evictions, invalidate, clears and a kill -9 of the daemon; one subscriber hears all, one comes late."""
     draw = random.Random(seed)
     flags = {"folder": short_folder, "keep": "true", "size": "8MiB", "events_buffer": 20}
     daemon, report = start(**flags)
@@ -198,7 +198,7 @@ def test_a_subscriber_knows_what_lookups_find_across_a_restart(
                         if lease.hits:
                             bad = lease.packed[:24] if draw.random() < 0.5 else lease.packed[-24:]
                             told: list[Any] = []
-                            namespace.distrust(bad, 0, Finding.CORRUPT, session.region.id, told.append)
+                            namespace.invalidate(bad, 0, Finding.CORRUPT, session.region.id, told.append)
                             daemon.wait_status(lambda s, told=told: bool(told), "the answer")
                 else:
                     with AdminClient(daemon.endpoint) as admin:

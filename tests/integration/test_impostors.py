@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from conftest import a_short_folder
 
-from kvcache_proto.endpoint import door_path, socket_path
+from kvcache_proto.endpoint import handshake_path, socket_path
 
 pytestmark = pytest.mark.skipif(os.getuid() != 0, reason="only root can be somebody else")
 
@@ -151,7 +151,7 @@ def test_a_folder_that_a_user_may_not_enter_is_named(short_folder: Path) -> None
 def test_an_impostor_receives_nothing(folder_of_another: Path) -> None:
     """Not even the hello: it has the token of a session that goes on."""
     endpoint = f"ipc://{folder_of_another}/kv.sock"
-    impostor = become(OTHER, LISTEN, door_path(endpoint), socket_path(endpoint))
+    impostor = become(OTHER, LISTEN, handshake_path(endpoint), socket_path(endpoint))
     assert impostor.stdout is not None and impostor.stdout.readline() == "listening\n"
     assert attach(VICTIM, endpoint).startswith("NotPermitted")
     assert impostor.stdout.readline() == "0\n"
@@ -164,7 +164,7 @@ def test_a_genuine_door_beside_a_false_socket(folder_of_another: Path, short_fol
     short_folder.chmod(0o755)
     with serving(0, short_folder, allow_uids=str(VICTIM)) as true:
         false = f"ipc://{folder_of_another}/kv.sock"
-        os.symlink(door_path(true), door_path(false))
+        os.symlink(handshake_path(true), handshake_path(false))
         with become(OTHER, LISTEN, socket_path(false)) as impostor:
             assert impostor.stdout is not None and impostor.stdout.readline() == "listening\n"
             came = attach(VICTIM, false)

@@ -22,7 +22,7 @@ from manager import Ear, an_ear
 
 from kvcache_client import GroupSpec, NamespaceSpec, Session
 from kvcache_proto.codec import encode
-from kvcache_proto.endpoint import door_path, socket_path
+from kvcache_proto.endpoint import handshake_path, socket_path
 from kvcache_proto.messages import PROTOCOL_VERSION, Hello
 from kvcache_server.admin_client import AdminClient
 from kvcache_server.daemon.systemd import ServiceManager
@@ -118,7 +118,7 @@ def hang(process: subprocess.Popen[bytes], folder: Path) -> None:
     while not Path(f"/proc/{process.pid}/syscall").read_text().startswith("1 0x2 "):  # write(2, ...)
         with socket.socket(socket.AF_UNIX) as door:
             door.settimeout(0.2)
-            door.connect(door_path(f"ipc://{folder}/kv.sock"))
+            door.connect(handshake_path(f"ipc://{folder}/kv.sock"))
             door.sendall(struct.pack("<I", len(frame)) + frame)
             try:
                 door.recv(1 << 16)

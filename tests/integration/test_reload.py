@@ -19,7 +19,7 @@ import pytest
 from manager import an_ear
 
 from kvcache_client import GroupSpec, NamespaceSpec, Session
-from kvcache_proto.endpoint import door_path, socket_path
+from kvcache_proto.endpoint import handshake_path, socket_path
 from kvcache_proto.errors import NotPermitted
 from kvcache_proto.region import plan_geometry
 from kvcache_server.admin_client import AdminClient
@@ -149,7 +149,7 @@ def test_a_level_that_was_set_at_run_time_stays(start_daemon: Any, short_folder:
 def test_users_are_allowed_and_excluded(configured: Any) -> None:
     daemon, reload = configured
     daemon.folder.chmod(0o755)
-    sockets = door_path(daemon.endpoint), socket_path(daemon.endpoint)
+    sockets = handshake_path(daemon.endpoint), socket_path(daemon.endpoint)
     assert knock_as(65_432, sockets[0]) == "Permission denied"
     reload('allow_uids = [65432]\nsize = "64MiB"')
     assert knock_as(65_432, sockets[0]) == "let in"
@@ -201,7 +201,7 @@ def test_a_slower_door(configured: Any) -> None:
         pass
     with socket.socket(socket.AF_UNIX) as again:
         again.settimeout(10)
-        again.connect(door_path(daemon.endpoint))
+        again.connect(handshake_path(daemon.endpoint))
         again.sendall(struct.pack("<I", 5))
         assert b"attach_rate allows" in again.recv(4096)
     reload('size = "64MiB"')  # or nobody could ask for its status

@@ -137,7 +137,7 @@ def test_leases_hold_across_the_restart(warm: Any, engine: Session, start_daemon
     wait(lambda: not engine.up, "the end")
     given_back.release()
     daemon = again(warm, start_daemon, engine)
-    assert engine.counters["leases_restated"] == 1
+    assert engine.counters["leases_reclaimed"] == 1
     wait(lambda: not daemon.status()["grace"], "the end of the grace")
     assert engine.clear() == 30
     assert [bytes(engine.view(slot)) for slot in lease.slots] == list(map(content, hashes[:10]))

@@ -224,7 +224,9 @@ def test_rates_are_differences_of_two_reports(daemon: Any) -> None:
         engine.ask(m.Reserve(0, b"", namespace, [m.Run(run)]))  # present: nothing is refused by that
         engine.ask(m.Acquire(0, b"", namespace, [*run, bytes(31) + b"z", bytes(31) + b"y"], 0, False))
         engine.tell(
-            m.Tell(0, b"", Breaker.CLOSED, {"needed_blocks": 4, "needed_bytes": 4 << 20, "loaded_bytes": 2 << 20})
+            m.ReportClient(
+                0, b"", Breaker.CLOSED, {"needed_blocks": 4, "needed_bytes": 4 << 20, "loaded_bytes": 2 << 20}
+            )
         )
         engine.ping()  # what is told has no answer; what comes after it has
         text = "\n".join(line.text for line in frame(before, seen(104.0)))

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from kvcache_proto.endpoint import door_path
+from kvcache_proto.endpoint import handshake_path
 from kvcache_proto.errors import KVCacheError, NotPermitted
 from kvcache_server.admin_client import AdminClient
 from kvcache_server.core.registry import OPERATORS
@@ -142,7 +142,7 @@ def test_one_user_leaves_namespaces_for_others(start_daemon: Any) -> None:
 def test_one_user_s_handshakes_make_room_for_another_s(start_daemon: Any) -> None:
     daemon = start_daemon(allow_uids=f"{HOG}")
     daemon.folder.chmod(0o755)
-    with user(HOG, KNOCKS, door_path(daemon.endpoint), str(MAX_HANDSHAKES)) as said:
+    with user(HOG, KNOCKS, handshake_path(daemon.endpoint), str(MAX_HANDSHAKES)) as said:
         assert said == str(MAX_HANDSHAKES)
         status = daemon.status()
         assert status["daemon"]["door_refused"] == {"unavailable": 1}, "the oldest one of the user with most"
@@ -154,7 +154,7 @@ def test_a_user_with_most_handshakes_waits(start_daemon: Any) -> None:
     try:
         for _ in range(MAX_HANDSHAKES):
             held.append(socket.socket(socket.AF_UNIX))
-            held[-1].connect(door_path(daemon.endpoint))
+            held[-1].connect(handshake_path(daemon.endpoint))
         with pytest.raises(KVCacheError, match="handshakes are in progress"):
             AdminClient(daemon.endpoint)
     finally:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvcache_proto.endpoint import MAX_PATH, check_endpoint, default_endpoint, door_path, socket_path
+from kvcache_proto.endpoint import MAX_PATH, check_endpoint, default_endpoint, handshake_path, socket_path
 from kvcache_proto.errors import ConfigError
 
 
@@ -25,8 +25,8 @@ def test_the_default(environ: dict[str, str], uid: int, endpoint: str) -> None:
 
 def test_the_handshake_socket_is_beside_the_request_socket() -> None:
     assert socket_path("ipc:///run/kv/kv.sock") == "/run/kv/kv.sock"
-    assert door_path("ipc:///run/kv/kv.sock") == "/run/kv/kv.door"
-    assert door_path("ipc:///run/kv/other") == "/run/kv/other.door"
+    assert handshake_path("ipc:///run/kv/kv.sock") == "/run/kv/kv.door"
+    assert handshake_path("ipc:///run/kv/other") == "/run/kv/other.door"
 
 
 @pytest.mark.parametrize(
@@ -39,6 +39,6 @@ def test_an_invalid_endpoint_is_named(endpoint: str) -> None:
 
 def test_both_paths_fit_the_limit_of_the_kernel() -> None:
     longest = "/" + "x" * (MAX_PATH - 6)
-    assert len(door_path(f"ipc://{longest}")) == MAX_PATH
+    assert len(handshake_path(f"ipc://{longest}")) == MAX_PATH
     with pytest.raises(ConfigError, match="at most"):
         check_endpoint(f"ipc://{longest}x")

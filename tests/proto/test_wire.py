@@ -92,24 +92,30 @@ REQUESTS = [
     ),
     (messages.Settle(6, TOKEN, REGION, 4, (1,), 2), f"99 a6736574746c65 06 {T} {R} 04 91 01 02 90 c400"),
     (
-        messages.Distrust(7, TOKEN, REGION, BlockRef(1, 2).pack(), 5, Finding.DIFFERENT),
-        f"97 a86469737472757374 07 {T} {R} c410 0100000000000000 0200000000000000 05 01",
+        messages.Invalidate(7, TOKEN, REGION, BlockRef(1, 2).pack(), 5, Finding.DIFFERENT),
+        f"97 aa696e76616c6964617465 07 {T} {R} c410 0100000000000000 0200000000000000 05 01",
     ),
     (messages.Ping(7, TOKEN), f"93 a470696e67 07 {T}"),
     (messages.Stats(8, TOKEN), f"93 a57374617473 08 {T}"),
     (messages.Clear(9, TOKEN, "0011223344556677"), f"94 a5636c656172 09 {T} b030303131323233333434353536363737"),
     (
-        messages.Restate(1, TOKEN, 1 << 41, [(9, BlockRef(1, 2).pack())]),
-        f"95 a772657374617465 01 {T} cf0000020000000000 91 92 09c410 0100000000000000 0200000000000000",
+        messages.Reclaim(1, TOKEN, 1 << 41, [(9, BlockRef(1, 2).pack())]),
+        f"95 a77265636c61696d 01 {T} cf0000020000000000 91 92 09c410 0100000000000000 0200000000000000",
     ),
     (messages.Fence(9, TOKEN, 12), f"94 a566656e6365 09 {T} 0c"),
-    (messages.Tell(9, TOKEN, 1, {"probes": 300}), f"95 a474656c6c 09 {T} 01 81 a670726f626573 cd012c"),
     (
-        messages.Remark(10, TOKEN, 1, [messages.Note("r1", "down", 1500), messages.Note("r2", "paused", 0, [H1])]),
-        f"96 a672656d61726b 0a {T} 01 92 94 a27231 a4646f776e cd05dc 90 94 a27232 a6706175736564 00 91 {H1x} 00",
+        messages.ReportClient(9, TOKEN, 1, {"probes": 300}),
+        f"95 ad7265706f72745f636c69656e74 09 {T} 01 81 a670726f626573 cd012c",
+    ),
+    (
+        messages.ReportMisses(
+            10, TOKEN, 1, [messages.MissNote("r1", "down", 1500), messages.MissNote("r2", "paused", 0, [H1])]
+        ),
+        f"96 ad7265706f72745f6d6973736573 0a {T} 01 92 94 a27231 a4646f776e cd05dc 90 "
+        f"94 a27232 a6706175736564 00 91 {H1x} 00",
     ),
     (messages.Why(11, TOKEN, "cmpl-7"), f"94 a3776879 0b {T} a6636d706c2d37"),
-    (messages.Watch(12, TOKEN, 5), f"94 a57761746368 0c {T} 05"),
+    (messages.TraceLookups(12, TOKEN, 5), f"94 ad74726163655f6c6f6f6b757073 0c {T} 05"),
     (
         messages.Retain(13, TOKEN, 1, [H1, H2], 3600.0, 0, "r1"),
         f"98 a672657461696e 0d {T} 01 92 {H1x} {H2x} cb40ac200000000000 00 a27231",
@@ -125,10 +131,13 @@ REQUESTS = [
     ),
     (messages.Unpin(16, TOKEN, 3), f"94 a5756e70696e 10 {T} 03"),
     (messages.Chain(17, TOKEN, "cmpl-7"), f"96 a5636861696e 11 {T} a6636d706c2d37 c400 a0"),
-    (messages.Work(18, TOKEN, "disk", 1 << 20), f"98 a4776f726b 12 {T} a46469736b ce00100000 a67365636f6e64 a0 a0"),
     (
-        messages.Worked(19, TOKEN, [(1, b"\1\0")], [(2, b"\1")], [(3, b"")], "full"),
-        f"98 a6776f726b6564 13 {T} 91 92 01 c402 0100 91 92 02 c401 01 91 92 03 c400 a466756c6c a0",
+        messages.PollJobs(18, TOKEN, "disk", 1 << 20),
+        f"98 a9706f6c6c5f6a6f6273 12 {T} a46469736b ce00100000 a67365636f6e64 a0 a0",
+    ),
+    (
+        messages.JobResults(19, TOKEN, [(1, b"\1\0")], [(2, b"\1")], [(3, b"")], "full"),
+        f"98 ab6a6f625f726573756c7473 13 {T} 91 92 01 c402 0100 91 92 02 c401 01 91 92 03 c400 a466756c6c a0",
     ),
     (messages.Chain(17, TOKEN, "", H1, "ns"), f"96 a5636861696e 11 {T} a0 {H1x} a26e73"),
 ]
@@ -140,7 +149,7 @@ REPLIES = [
         "9b a86163717569726564 03 09 01 01 c410 0000200000000000 0000000000000080 05c408 73756d2d6f662d30 00 00 00",
     ),
     (
-        messages.Acquired(3, 0, 0, 1, b"", coming=3, eta_ms=250, junction=4),
+        messages.Acquired(3, 0, 0, 1, b"", coming=3, eta_ms=250, divergence=4),
         "9b a86163717569726564 03 00 00 01 c400 00 c400 03 ccfa 04",
     ),
     (
@@ -148,19 +157,19 @@ REPLIES = [
         "95 a87265736572766564 05 04 c402 0100 c410 0100000000000000 0200000000000000",
     ),
     (messages.Settled(6, b"\x00\x03"), "93 a7736574746c6564 06 c402 0003"),
-    (messages.Distrusted(7, 3, [("e1", 4), ("", 0)]), "94 aa64697374727573746564 07 03 92 92 a26531 04 92 a0 00"),
+    (messages.Invalidated(7, 3, [("e1", 4), ("", 0)]), "94 ab696e76616c696461746564 07 03 92 92 a26531 04 92 a0 00"),
     (messages.Pong(7), "92 a4706f6e67 07"),
     (
         messages.Report(8, codec.packed({"pool": {"blocks": 2}})),
         "93 a67265706f7274 08 81 a4706f6f6c 81 a6626c6f636b73 02",
     ),
     (messages.Cleared(9, 2), "93 a7636c6561726564 09 02"),
-    (messages.Restated(1, [9]), "93 a87265737461746564 01 91 09"),
+    (messages.Reclaimed(1, [9]), "93 a97265636c61696d6564 01 91 09"),
     (messages.Fenced(9, 4), "93 a666656e636564 09 04"),
     (messages.Explained(11, codec.packed({"asked": "r1"})), "93 a96578706c61696e6564 0b 81 a561736b6564 a27231"),
     (
-        messages.Watched(12, 6, 1, True, [messages.Seen(1500, "e1", "r1", 1, 0, 16, 300, 1, [H1, H2])]),
-        f"96 a777617463686564 0c 06 01 c3 91 99 cd05dc a26531 a27231 01 00 10 cd012c 01 92 {H1x} {H2x}",
+        messages.TracedLookups(12, 6, 1, True, [messages.LookupRecord(1500, "e1", "r1", 1, 0, 16, 300, 1, [H1, H2])]),
+        f"96 ae7472616365645f6c6f6f6b757073 0c 06 01 c3 91 99 cd05dc a26531 a27231 01 00 10 cd012c 01 92 {H1x} {H2x}",
     ),
     (messages.Retained(13, 2, "quota"), "94 a872657461696e6564 0d 02 a571756f7461"),
     (messages.Dropped(14, 1), "93 a764726f70706564 0e 01"),
@@ -174,9 +183,9 @@ REPLIES = [
         messages.Jobs(
             18,
             [TWO_SHARDS],
-            [messages.Look(1, "ns", 0, [H1])],
-            [messages.Bring(2, "ns", 0, H0, [H1]), messages.Bring(3, "ns", 1, None, [H2])],
-            [messages.WriteOut(4, "ns", 0, [H2], BlockRef(1, 2).pack(), b"sum-of-0")],
+            [messages.Exists(1, "ns", 0, [H1])],
+            [messages.Fetch(2, "ns", 0, H0, [H1]), messages.Fetch(3, "ns", 1, None, [H2])],
+            [messages.Store(4, "ns", 0, [H2], BlockRef(1, 2).pack(), b"sum-of-0")],
         ),
         "96 a46a6f6273 12 91 94 a16d 91 96 20 92 cd0100 cd0200 a466756c6c 00 00 c2 80 20"
         f"91 94 01 a26e73 00 91 {H1x} 92 95 02 a26e73 00 {H0x} 91 {H1x} 95 03 a26e73 01 c0 91 {H2x}"
@@ -187,7 +196,7 @@ REPLIES = [
 
 Decode = Callable[[bytes], Any]
 TABLE: list[tuple[Decode, Any, str]] = [
-    *((codec.decode_door, *line) for line in DOOR),
+    *((codec.decode_handshake, *line) for line in DOOR),
     *((codec.decode_request, *line) for line in REQUESTS),
     *((codec.decode_reply, *line) for line in REPLIES),
 ]
@@ -220,7 +229,11 @@ def test_a_cut_frame_is_a_bad_frame(decode: Decode, message: Any, frame: str) ->
 
 
 def test_every_message_is_in_the_table() -> None:
-    kinds = {*msgspec_union(messages.REQUESTS), *msgspec_union(messages.REPLIES), *msgspec_union(messages.DoorMessage)}
+    kinds = {
+        *msgspec_union(messages.REQUESTS),
+        *msgspec_union(messages.REPLIES),
+        *msgspec_union(messages.HandshakeMessage),
+    }
     assert {type(message) for _, message, _ in TABLE} == kinds
 
 
@@ -264,7 +277,7 @@ def test_frames_have_a_maximum_size() -> None:
     with pytest.raises(BadFrame, match="at most"):
         codec.decode_request(bytes(codec.MAX_FRAME + 1))
     with pytest.raises(BadFrame, match="at most"):
-        codec.decode_door(bytes(codec.MAX_DOOR_FRAME + 1))
+        codec.decode_handshake(bytes(codec.MAX_HANDSHAKE_FRAME + 1))
 
 
 def test_the_largest_request_fits_a_frame() -> None:
@@ -276,7 +289,7 @@ def test_the_largest_request_fits_a_frame() -> None:
 
 @given(st.binary(max_size=256))
 def test_random_bytes_are_an_error_or_a_message(frame: bytes) -> None:
-    for decode in (codec.decode_request, codec.decode_reply, codec.decode_door):
+    for decode in (codec.decode_request, codec.decode_reply, codec.decode_handshake):
         with contextlib.suppress(BadFrame, BadArgument):
             decode(frame)
 

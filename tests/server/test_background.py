@@ -118,7 +118,7 @@ def used(status: dict[str, Any]) -> int:
     return int(status["pool"]["used_bytes"])
 
 
-@pytest.mark.parametrize("what", ["distrust", "clear"])
+@pytest.mark.parametrize("what", ["invalidate", "clear"])
 def test_others_are_answered_and_find_nothing_of_it_while_blocks_are_swept(start_daemon: Any, what: str) -> None:
     daemon = start_daemon(size="128MiB")
     with Engine(daemon.endpoint, "long") as long, Engine(daemon.endpoint, "short") as short:
@@ -127,7 +127,9 @@ def test_others_are_answered_and_find_nothing_of_it_while_blocks_are_swept(start
             names = hashes(STORED, STORED * attempt)
             long.store(names)
             slots, region = long.acquire(names[:1], pin=False).slots, long.geometry.region_id
-            request = m.Distrust(0, b"", region, slots, 0, Finding.CORRUPT) if what == "distrust" else m.Clear(0, b"")
+            request = (
+                m.Invalidate(0, b"", region, slots, 0, Finding.CORRUPT) if what == "invalidate" else m.Clear(0, b"")
+            )
             long.ask(request)
             assert [short.acquire(part, pin=False).hits for part in (names, names[:1])] == [0, 0]
             with_sweep = used(daemon.status())

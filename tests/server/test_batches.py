@@ -111,7 +111,7 @@ def test_evicted_cleared_and_distrusted_blocks_are_reported_as_removed() -> None
     lease = engine.acquire(["a0", "a1", "a2"])
     region = host.geometry.region_id
     second = lease.slots[REF_BYTES : 2 * REF_BYTES]
-    engine.ask(m.Distrust(1, b"", region, second, 0, 0))
+    engine.ask(m.Invalidate(1, b"", region, second, 0, 0))
     assert told(stream) == [removed(["a1", "a5", "a4", "a3", "a2"])]
     engine.ask(m.Clear(1, b""))
     assert told(stream) == [CLEARED]
@@ -229,7 +229,7 @@ def meddle(story: Story) -> None:
         reply = client.acquire([draw.choice("abcdef") * length for length in (1, 2, 3)], pin=False)
         if reply.hits:
             at = draw.randrange(reply.hits) * REF_BYTES
-            client.ask(m.Distrust(1, b"", host.geometry.region_id, reply.slots[at : at + REF_BYTES], 0, 0))
+            client.ask(m.Invalidate(1, b"", host.geometry.region_id, reply.slots[at : at + REF_BYTES], 0, 0))
     if draw.random() < 0.03:
         client = draw.choice(story.clients)
         try:
@@ -240,7 +240,7 @@ def meddle(story: Story) -> None:
 
 @pytest.mark.parametrize("seed", range(60))
 def test_a_subscriber_knows_what_lookups_find(seed: int) -> None:
-    """Saves, evictions, clears, distrust, sessions that end, restarts; lost batches, and few that are kept."""
+    """Saves, evictions, clears, invalidate, sessions that end, restarts; lost batches, and few that are kept."""
     draw = random.Random(seed)
     host = Host()
     wire = Wire(draw, loss=draw.choice([0.0, 0.3, 0.9]))
@@ -262,7 +262,7 @@ def test_a_subscriber_knows_what_lookups_find(seed: int) -> None:
         for batch in wire.stream.announce(0.0):  # to whom is there; meanwhile the cache goes on
             wire.carry([batch])
             wire.flush()
-        there = set(found(host.cache).values())  # a lease on what is distrusted is lost
+        there = set(found(host.cache).values())  # a lease on what is invalidated is lost
         story.leases = [each for each in story.leases if each[0].session in host.living and refs_of([each]) <= there]
         story.come_back()
         wire.flush()

@@ -490,8 +490,8 @@ class Reader(Engine):
         self.cache.resume_session(self.session, "", now)
         self.ask(m.Attach(1, b"", self.cache.namespaces[self.namespace].spec, (0,)))
 
-    def restate(self) -> list[int]:
-        return self.ask(m.Restate(1, b"", 0, [self.held])).lost
+    def reclaim(self) -> list[int]:
+        return self.ask(m.Reclaim(1, b"", 0, [self.held])).lost
 
     def survives(self, flood: str) -> bool:
         """Whether what it reads is still there, and no other block in its place, after others fill the pool."""
@@ -509,7 +509,7 @@ def test_who_loses_the_connection_may_go_on_reading():
     assert figures(reader.cache, 0.0)["pool"]["leases"] == 1
     reader.resume()
     assert reader.survives("y")
-    assert reader.restate() == []
+    assert reader.reclaim() == []
     assert not reader.cache.registry.leaving
     assert reader.survives("z")
     reader.ask(m.Release(1, b"", [reader.held[0]]))
@@ -531,7 +531,7 @@ def test_who_has_come_back_has_time_to_restate():
     reader.resume(now=9.9)
     reader.cache.tick(10.0)
     assert reader.survives("x")
-    assert reader.restate() == []
+    assert reader.reclaim() == []
     assert reader.survives("y")
 
 
@@ -547,7 +547,7 @@ def test_what_an_engine_s_other_sessions_have_left_pinned_counts():
         cache.resume_session(engine.session, "", 0.0)
         engine.ask(m.Attach(1, b"", cache.namespaces[engine.namespace].spec, (0,)))
         cache.lookups.last += 1
-        lost.append(engine.ask(m.Restate(1, b"", 0, [(cache.lookups.last, reply.slots[-REF_BYTES:])])).lost)
+        lost.append(engine.ask(m.Reclaim(1, b"", 0, [(cache.lookups.last, reply.slots[-REF_BYTES:])])).lost)
         cache.disconnect_session(engine.session, 0.0)
         check_integrity(cache)
     assert lost[:2] == [[], []] and lost[2], "more than the quota"
@@ -569,7 +569,7 @@ def test_who_loses_the_connection_twice_reads_as_long_as_who_loses_it_once():
     check_integrity(reader.cache)
     assert reader.survives("x")
     reader.resume()
-    assert reader.restate() == []
+    assert reader.reclaim() == []
     assert reader.survives("y")
     reader.lose(now=6.0)
     reader.cache.tick(10.0)
@@ -734,7 +734,7 @@ def test_an_engine_without_blocks_is_forgotten_with_its_order():
     engine.store(["a", "b"])
     (account,) = cache.engines["one"].accounts.values()
     ref = engine.acquire(["a"], pin=False).slots
-    assert engine.ask(m.Distrust(1, b"", cache.geometry.region_id, ref, 0, Finding.CORRUPT)).blocks == 2
+    assert engine.ask(m.Invalidate(1, b"", cache.geometry.region_id, ref, 0, Finding.CORRUPT)).blocks == 2
     assert account.entries()
     cache.end_session(engine.session, 0.0)
     cache.end_session(Engine(cache, "three").session, 0.0)

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import uvloop
 
-from kvcache_proto.codec import MAX_DOOR_FRAME, decode_door, encode
+from kvcache_proto.codec import MAX_HANDSHAKE_FRAME, decode_handshake, encode
 from kvcache_proto.errors import ConfigError, EndpointTaken, NotPermitted
 from kvcache_proto.messages import PROTOCOL_VERSION, Error, Hello, Ping, Welcome
 from kvcache_proto.types import PoolGeometry
@@ -116,7 +116,7 @@ class Guest:
                 assert not heard
                 return None
             heard += data
-        return decode_door(heard[4:])
+        return decode_handshake(heard[4:])
 
     def error(self) -> Error:
         """The error that is heard before the door closes."""
@@ -202,8 +202,8 @@ def test_two_connections_open_two_sessions(host: Host) -> None:
 @pytest.mark.parametrize(
     ("said", "code", "told"),
     [
-        (b"\xff\xff\xff\xff", "bad_frame", f"at most {MAX_DOOR_FRAME}"),
-        (struct.pack("<I", MAX_DOOR_FRAME + 1), "bad_frame", f"at most {MAX_DOOR_FRAME}"),
+        (b"\xff\xff\xff\xff", "bad_frame", f"at most {MAX_HANDSHAKE_FRAME}"),
+        (struct.pack("<I", MAX_HANDSHAKE_FRAME + 1), "bad_frame", f"at most {MAX_HANDSHAKE_FRAME}"),
         (b"GET / HTTP/1.1\r\n\r\n", "bad_frame", "at most"),
         (framed(b""), "bad_frame", ""),
         (framed(b"\xc1"), "bad_frame", ""),
@@ -340,7 +340,7 @@ def knock_as(uid: int, gid: int, host: Host) -> Any:
     if asked.stderr == b"denied\n":
         return None
     assert asked.returncode == 0, asked.stderr
-    return decode_door(asked.stdout)
+    return decode_handshake(asked.stdout)
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can be somebody else")

@@ -23,7 +23,7 @@ from kvcache_server.core.eviction.policy import LRU, WORTH
 from kvcache_server.core.index import Account, Block, Share
 from kvcache_server.core.integrity import check_integrity
 from kvcache_server.core.registry import MAX_ATTACHED
-from kvcache_server.core.sampling import Lots, keyed_draw
+from kvcache_server.core.sampling import KeyedHasher, keyed_draw
 from kvcache_server.insight.infinite_cache import InfiniteCache
 from kvcache_server.insight.stats import MOST_IDENTITY, Residency
 from kvcache_server.status import Eviction, Histogram
@@ -219,7 +219,7 @@ def test_a_request_that_is_looked_up_again_counts_once_with_the_most_that_it_fou
 
 def test_many_lost_blocks_are_estimated_from_a_sample():
     draw = random.Random(3)
-    lost, blocks = InfiniteCache(1, Lots(keyed_draw(b"a"))), [draw.randbytes(32) for _ in range(200_000)]
+    lost, blocks = InfiniteCache(1, KeyedHasher(keyed_draw(b"a"))), [draw.randbytes(32) for _ in range(200_000)]
     for block in blocks:
         lost.add([block])
     assert len(lost) <= 1 << 14
@@ -231,7 +231,7 @@ def test_many_lost_blocks_are_estimated_from_a_sample():
 
 def test_a_long_prompt_is_counted_up_to_the_last_stored_block():
     draw = random.Random(5)
-    lost, chain = InfiniteCache(1, Lots(keyed_draw(b"a"))), [draw.randbytes(32) for _ in range(2000)]
+    lost, chain = InfiniteCache(1, KeyedHasher(keyed_draw(b"a"))), [draw.randbytes(32) for _ in range(2000)]
     for block in chain[:1000]:
         lost.add([block])
     lost.missed(chain)
@@ -262,7 +262,7 @@ def test_hashes_that_are_counters_are_sampled_like_digests(reverse: bool):
 
 
 def test_a_sample_is_bounded_for_any_lots():
-    class Zeros(Lots):
+    class Zeros(KeyedHasher):
         def of(self, hashes, size, salt=b""):
             return np.zeros(len(hashes) // size, np.uint64)
 
@@ -277,7 +277,7 @@ def test_a_sample_is_bounded_for_any_lots():
 def test_telemetry_of_clients_always_fits_in_a_report():
     cache = make_cache()
     engine = Engine(cache, "one")
-    tell = m.Tell(1, b"", Breaker.CLOSED, {"probes": 1 << 48})
+    tell = m.ReportClient(1, b"", Breaker.CLOSED, {"probes": 1 << 48})
     for _ in range(1 << 17):
         engine.ask(tell)
     assert encode(m.Report(1, figures(cache, 0.0)))

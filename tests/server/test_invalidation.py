@@ -71,9 +71,9 @@ class Engine:
     def hits(self, names: list[bytes]) -> int:
         return int(self.acquire(names, pin=False).hits)
 
-    def distrust(self, slots: bytes, shard: int = 0, finding: int = Finding.CORRUPT, **changes: Any) -> m.Distrusted:
+    def invalidate(self, slots: bytes, shard: int = 0, finding: int = Finding.CORRUPT, **changes: Any) -> m.Invalidated:
         region = changes.get("region", self.cache.geometry.region_id)
-        return self.ask(m.Distrust(1, b"", region, slots, shard, finding), shard)
+        return self.ask(m.Invalidate(1, b"", region, slots, shard, finding), shard)
 
 
 def sum_of(block: int, shard: int) -> bytes:
@@ -195,7 +195,7 @@ def opened(path: Path, geometry: PoolGeometry, life: int) -> Checksums:
     return sums
 
 
-# Distrust.
+# Invalidate.
 
 
 def test_a_distrusted_block_is_removed_with_its_descendants_and_its_writer_is_named() -> None:
@@ -204,12 +204,12 @@ def test_a_distrusted_block_is_removed_with_its_descendants_and_its_writer_is_na
     reserved = one.store(chain("a", 5))
     one.store(chain("b", 2), chain("a", 5)[2])
     one.store(chain("c", 2), chain("a", 5)[0])
-    found = two.distrust(slot(reserved.slots, 1), 2)
+    found = two.invalidate(slot(reserved.slots, 1), 2)
     assert (found.blocks, found.writers) == (6, [("one", one.ranks[2])])
     assert two.hits(chain("a", 5)) == 1
     assert two.hits([chain("a", 1)[0], *chain("c", 2)]) == 3
     assert cache.counters["blocks_corrupt"] == 1
-    assert cache.counters["blocks_distrusted"] == 6
+    assert cache.counters["blocks_invalidated"] == 6
     check_integrity(cache)
     assert sum(block is not None for block in cache.pool.blocks) == 3
     two.store(chain("a", 5)[1:], chain("a", 1)[0])
@@ -222,7 +222,7 @@ def test_a_writer_that_has_left_is_named_by_its_engine() -> None:
     reserved = one.store(chain("a", 1))
     for session in (*one.ranks, one.scheduler):
         cache.end_session(session, 0.0)
-    assert two.distrust(reserved.slots).writers == [("one", one.scheduler)]
+    assert two.invalidate(reserved.slots).writers == [("one", one.scheduler)]
 
 
 def test_a_leased_block_keeps_its_bytes_until_it_is_released() -> None:
@@ -231,7 +231,7 @@ def test_a_leased_block_keeps_its_bytes_until_it_is_released() -> None:
     room = cache.pool.capacity // (6 * PAGE)
     reserved = one.store(chain("a", 4))
     lease = two.acquire(chain("a", 4))
-    one.distrust(slot(reserved.slots, 1))
+    one.invalidate(slot(reserved.slots, 1))
     assert two.hits(chain("a", 4)) == 1
     check_integrity(cache)
     one.store(chain("a", 4)[1:], chain("a", 1)[0])  # the same hashes, beside those in limbo
@@ -241,7 +241,7 @@ def test_a_leased_block_keeps_its_bytes_until_it_is_released() -> None:
         given = one.store(chain(f"x{number}", 1))
         assert given.slots[:8] not in leased
         check_integrity(cache)
-    assert two.distrust(slot(lease.slots, 2), 1).writers[0][0] == "one"  # the next rank finds it, too
+    assert two.invalidate(slot(lease.slots, 2), 1).writers[0][0] == "one"  # the next rank finds it, too
     assert cache.counters["blocks_corrupt"] == 1
     two.ask(m.Release(1, b"", [lease.lease]))
     check_integrity(cache)
@@ -259,7 +259,7 @@ def test_blocks_being_written_below_it_are_orphaned() -> None:
     below = two.reserve(chain("b", 2), chain("a", 3)[2])
     hidden = one.store(chain("c", 1), chain("b", 2)[1])
     assert hidden.answers == bytes([Refusal.GRANTED])
-    one.distrust(slot(reserved.slots, 0))
+    one.invalidate(slot(reserved.slots, 0))
     check_integrity(cache)
     assert two.settle(below, 0) == [Verdict.ORPHANED] * 2
     for rank in (1, 2):
@@ -276,16 +276,16 @@ def test_unknown_references_invalidate_nothing() -> None:
     stale = reserved.slots[:8] + (1).to_bytes(8, "little")
     inside = (int.from_bytes(reserved.slots[:8], "little") + 64).to_bytes(8, "little") + reserved.slots[8:16]
     beyond = b"\xff" * REF_BYTES
-    found = engine.distrust(stale + inside + beyond)
+    found = engine.invalidate(stale + inside + beyond)
     assert (found.blocks, found.writers) == (0, [("", 0)] * 3)
     with pytest.raises(UnknownHandle, match="another region"):
-        engine.distrust(reserved.slots, region=b"s" * 16)
+        engine.invalidate(reserved.slots, region=b"s" * 16)
     with pytest.raises(BadArgument, match="bytes of references"):
-        engine.distrust(reserved.slots[:-1])
+        engine.invalidate(reserved.slots[:-1])
     with pytest.raises(BadArgument, match="finding 9"):
-        engine.distrust(reserved.slots, finding=9)
+        engine.invalidate(reserved.slots, finding=9)
     stranger = Engine(cache, "two", (PAGE, PAGE))
-    assert stranger.distrust(reserved.slots).blocks == 0  # it has not attached the namespace
+    assert stranger.invalidate(reserved.slots).blocks == 0  # it has not attached the namespace
     assert engine.hits(chain("a", 2)) == 2
 
 
@@ -321,7 +321,7 @@ def test_invariants_hold_whatever_is_distrusted(seed: int) -> None:
             found = engine.acquire(names, pin=False)
             if found.hits:
                 at = draw.randrange(found.hits)
-                assert engine.distrust(slot(found.slots, at)).blocks >= found.hits - at
+                assert engine.invalidate(slot(found.slots, at)).blocks >= found.hits - at
                 assert engine.hits(names) == at
         check_integrity(cache)
     for reader, found in leases:
@@ -333,6 +333,6 @@ def test_invariants_hold_whatever_is_distrusted(seed: int) -> None:
     engines[0].ask(m.Clear(1, b""))
     cache.tick(0.0)
     cache.sweeper.finish()
-    assert cache.counters["blocks_distrusted"] > 20
+    assert cache.counters["blocks_invalidated"] > 20
     assert not any(cache.pool.blocks)
     assert all(share.bytes == 0 for share in cache.eviction.fair_share.shares)

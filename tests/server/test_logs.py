@@ -13,7 +13,7 @@ import pytest
 
 from kvcache_client import Session
 from kvcache_proto import messages as m
-from kvcache_proto.codec import decode_door, decode_reply, encode
+from kvcache_proto.codec import decode_handshake, decode_reply, encode
 from kvcache_proto.errors import BadFrame
 from kvcache_proto.text import escaped
 from kvcache_proto.types import GroupSpec, NamespaceSpec, PoolGeometry
@@ -84,7 +84,7 @@ def test_a_daemon_s_message_is_one_line_in_the_engine_s_log(daemon: Any, caplog:
     error = decode_reply(encode(m.Error(1, "no\nsuch", FORGED.removesuffix("\ud800"))))
     assert isinstance(error, m.Error) and error.message.isprintable() and error.code.isprintable()
     geometry = PoolGeometry(bytes(16), 4 << 20, 2 << 20, 1, 2 << 20)
-    welcome = decode_door(encode(m.Welcome(2, 1, bytes(16), geometry, "0.2\n\x1b[2J")))
+    welcome = decode_handshake(encode(m.Welcome(2, 1, bytes(16), geometry, "0.2\n\x1b[2J")))
     assert isinstance(welcome, m.Welcome) and welcome.daemon == r"0.2\n\x1b[2J"
     with pytest.raises(BadFrame) as nonsense:
         decode_reply(encode(["a tag\n\x1b[2J", 1]))

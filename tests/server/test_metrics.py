@@ -154,19 +154,21 @@ def test_evictions_are_counted_by_cause_and_unread(daemon: Any, engine: Engine) 
 def test_wrong_blocks_are_counted_by_finding(daemon: Any, engine: Engine) -> None:
     slots = engine.store(run_of("a", 2)).slots
     region = engine.geometry.region_id
-    engine.ask(m.Distrust(0, b"", region, slots[:REF_BYTES], 0, Finding.CORRUPT))
+    engine.ask(m.Invalidate(0, b"", region, slots[:REF_BYTES], 0, Finding.CORRUPT))
     found = scrape(daemon)
     assert found['kvcache_wrong_blocks_total{finding="corrupt"}'] == 1
     assert found['kvcache_wrong_blocks_total{finding="different"}'] == 0
-    assert found['kvcache_evicted_blocks_total{cause="distrusted"}'] == 2
+    assert found['kvcache_evicted_blocks_total{cause="invalidated"}'] == 2
 
 
 def test_engine_counts_are_summed_and_unknown_names_hidden(daemon: Any, engine: Engine) -> None:
-    engine.tell(m.Tell(0, b"", Breaker.OPEN, {"loaded_bytes": 300, "load_us": 2_000_000, "loads_failed": 1, "mine": 7}))
-    engine.tell(m.Tell(0, b"", Breaker.OPEN, {"needed_blocks": 3, "needed_bytes": 301}))
+    engine.tell(
+        m.ReportClient(0, b"", Breaker.OPEN, {"loaded_bytes": 300, "load_us": 2_000_000, "loads_failed": 1, "mine": 7})
+    )
+    engine.tell(m.ReportClient(0, b"", Breaker.OPEN, {"needed_blocks": 3, "needed_bytes": 301}))
     engine.ping()  # what is told has no answer; what comes after it has
     with Engine(daemon.endpoint) as other:
-        other.tell(m.Tell(0, b"", Breaker.CLOSED, {"loads_failed": 2, "saved_bytes": 1}))
+        other.tell(m.ReportClient(0, b"", Breaker.CLOSED, {"loads_failed": 2, "saved_bytes": 1}))
         other.ping()
         found = scrape(daemon)
         assert found['kvcache_engine_breakers{state="open"}'] == found['kvcache_engine_breakers{state="closed"}'] == 1
@@ -192,12 +194,12 @@ def test_operators_do_not_count_as_engines(daemon: Any, engine: Engine) -> None:
 
 def test_huge_counts_do_not_break_status(daemon: Any, engine: Engine) -> None:
     for _ in range(3):
-        engine.tell(m.Tell(0, b"", Breaker.CLOSED, dict.fromkeys(CLIENT_COUNTS, 1 << 48)))
+        engine.tell(m.ReportClient(0, b"", Breaker.CLOSED, dict.fromkeys(CLIENT_COUNTS, 1 << 48)))
     engine.ping()
     assert scrape(daemon)['kvcache_engine_events_total{event="probes"}'] == 3 << 48
-    engine.tell(m.Tell(0, b"", 7, {}))
-    engine.tell(m.Tell(0, b"", Breaker.CLOSED, {"probes": -1}))
-    engine.tell(m.Tell(0, b"", Breaker.CLOSED, {f"name {number}": 1 for number in range(257)}))
+    engine.tell(m.ReportClient(0, b"", 7, {}))
+    engine.tell(m.ReportClient(0, b"", Breaker.CLOSED, {"probes": -1}))
+    engine.tell(m.ReportClient(0, b"", Breaker.CLOSED, {f"name {number}": 1 for number in range(257)}))
     daemon.wait_status(lambda status: status["daemon"]["errors"] == {"bad_argument": 3})
     assert scrape(daemon)['kvcache_engine_events_total{event="probes"}'] == 3 << 48
 

@@ -143,8 +143,8 @@ def test_only_a_resumed_session_restates_and_only_once() -> None:
     ref = engine.acquire(chain("a", 3)).slots[-REF_BYTES:]
     writing = engine.reserve(["w"])
     for _ in range(2):
-        with pytest.raises(NotPermitted, match="nothing to restate"):
-            engine.ask(m.Restate(1, b"", 0, [(1, ref)]))
+        with pytest.raises(NotPermitted, match="nothing to reclaim"):
+            engine.ask(m.Reclaim(1, b"", 0, [(1, ref)]))
         assert engine.settle(writing.reservation) == [Verdict.VISIBLE]
         host.restart()
         lease = host.cache.lookups.last
@@ -161,13 +161,13 @@ def test_a_session_that_resumes_with_the_same_daemon_also_restates_once() -> Non
     unheard = engine.reserve(["u"])
     host.cache.disconnect_session(engine.session, 0.0)
     assert engine.come_back(heard.reservation, ((lease.lease, lease.slots[-REF_BYTES:]),)) == []
-    assert host.cache.counters["leases_restated"] == 1
+    assert host.cache.counters["leases_reclaimed"] == 1
     assert engine.settle(heard.reservation) == [Verdict.VISIBLE]
     with pytest.raises(UnknownHandle):
         engine.settle(unheard.reservation)
     assert len(host.cache.pool.quarantine) == 1
     with pytest.raises(NotPermitted):
-        engine.ask(m.Restate(1, b"", 0))
+        engine.ask(m.Reclaim(1, b"", 0))
     check_integrity(host.cache)
 
 
@@ -198,7 +198,7 @@ def test_restated_leases_are_within_max_leases_and_the_quota() -> None:
 
 
 def test_the_work_of_a_restate_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvcache_server.core.lookups.MOST_RESTATED", 50)
+    monkeypatch.setattr("kvcache_server.core.lookups.MOST_RECLAIMED", 50)
     host = Host(blocks=93)
     engine = Client(host, "one", spec_of(64 << 10))
     engine.store(chain("a", 40))
@@ -222,13 +222,13 @@ def test_leases_from_before_a_disconnect_are_taken_over_whatever_the_limits_are_
     host.cache.set_limits(msgspec.structs.replace(LIMITS, max_leases=1, pin_quota=0.01))
     assert engine.come_back(0, leases[:2]) == []
     check_integrity(host.cache)
-    assert host.cache.counters["leases_restated"] == 2
+    assert host.cache.counters["leases_reclaimed"] == 2
     assert engine.acquire(chain("c", 3)).withheld == 3  # a new one is beyond the limits
     other.store([f"x{number}" for number in range(62)])
     other.acquire([f"x{number}" for number in range(62)], pin=False)
     for reply in replies[:2]:
         assert all(host.cache.rows.is_current(ref) for ref in unpack_refs(reply.slots)), "evicted although it is read"
-    # What it has not named has ended with the restate; what another session holds it cannot name.
+    # What it has not named has ended with the reclaim; what another session holds it cannot name.
     assert not host.cache.registry.leaving and not host.cache.sweeper
     host.cache.disconnect_session(other.session, 0.0)
     assert other.come_back(0, leases[:1]) == [leases[0][0]]
@@ -469,7 +469,7 @@ def test_after_a_kill_in_the_midst_of_a_distrust_nothing_below_is_found(
     reserved = engine.reserve(chain("a", 6))
     engine.settle(reserved.reservation)
     engine.store(["b"], "a0")
-    engine.ask(m.Distrust(1, b"", host.geometry.region_id, reserved.slots[REF_BYTES : 2 * REF_BYTES], 0, 0))
+    engine.ask(m.Invalidate(1, b"", host.geometry.region_id, reserved.slots[REF_BYTES : 2 * REF_BYTES], 0, 0))
     sweep(host, slices)
     assert host.cache.sweeper
     other.store(chain("a", 3))

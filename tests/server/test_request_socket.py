@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvcache_proto.codec import MAX_DOOR_FRAME
+from kvcache_proto.codec import MAX_HANDSHAKE_FRAME
 from kvcache_proto.endpoint import routing_id, socket_path
 from kvcache_proto.errors import BadFrame
 from kvcache_server.daemon.request_socket import Connection, RequestSocket
@@ -80,7 +80,7 @@ def served(short_folder: Path) -> Iterator[Served]:
 
 def test_a_long_message_may_come_with_the_handshake(served: Served) -> None:
     """A connection that presents a session's token in its routing id is bound before its first message is taken."""
-    long = bytes(MAX_DOOR_FRAME + 1)
+    long = bytes(MAX_HANDSHAKE_FRAME + 1)
     with served.connect(LATER, header(len(long)) + long):
         served.run(lambda: bool(served.heard))
     assert served.heard == [(3, long)]

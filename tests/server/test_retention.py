@@ -447,7 +447,7 @@ def test_wrong_blocks_are_forgotten_although_they_are_kept_and_kept_again_once_t
     pin(cache, one, chain("kept", 10))
     slots = one.acquire(chain("kept", 10), pin=False).slots
     region = cache.geometry.region_id
-    one.ask(m.Distrust(1, b"", region, slots[4 * REF_BYTES : 5 * REF_BYTES], 0, Finding.CORRUPT))
+    one.ask(m.Invalidate(1, b"", region, slots[4 * REF_BYTES : 5 * REF_BYTES], 0, Finding.CORRUPT))
     check_integrity(cache)
     tick(cache, 1.0)
     flood(one)
@@ -560,10 +560,10 @@ class Machine(RuleBasedStateMachine):
         answer(self.cache, self.operator, m.Unpin(1, b"", 0), self.now)
 
     @rule(engine=st.integers(0, 2), name=names, at=st.integers(0, 8))
-    def distrust(self, engine: int, name: str, at: int) -> None:
+    def invalidate(self, engine: int, name: str, at: int) -> None:
         found = self.engines[engine].acquire(chain(name, at + 1), pin=False)
         region = self.cache.geometry.region_id
-        self.engines[engine].ask(m.Distrust(1, b"", region, found.slots[-REF_BYTES:], 0, Finding.CORRUPT))
+        self.engines[engine].ask(m.Invalidate(1, b"", region, found.slots[-REF_BYTES:], 0, Finding.CORRUPT))
 
     @rule()
     def clear(self) -> None:

@@ -18,7 +18,7 @@ from manager import an_ear
 
 from kvcache_proto import messages as m
 from kvcache_proto.codec import MAX_FRAME, decode_reply, encode
-from kvcache_proto.endpoint import door_path, routing_id, socket_path
+from kvcache_proto.endpoint import handshake_path, routing_id, socket_path
 from kvcache_proto.errors import BadToken, KVCacheError
 from kvcache_proto.types import MAX_BLOCKS, MAX_HASHES, GroupSpec, NamespaceSpec, Outcome
 from kvcache_server.admin_client import AdminClient
@@ -349,8 +349,8 @@ def test_the_end_of_the_request_connection_ends_the_session(daemon: Any, engine:
     status = daemon.wait_status(lambda status: len(status["sessions"]) == 1)
     assert status["namespaces"][0]["lookups"] == 50  # what it had said was heard, and its leases went with it
     assert (status["pool"]["leases"], status["pool"]["pinned_bytes"]) == (0, 0)
-    assert other._door.recv(1) == b""
-    other._door.close()
+    assert other._handshake.recv(1) == b""
+    other._handshake.close()
 
 
 def test_a_session_has_one_connection(daemon: Any, engine: Engine) -> None:
@@ -491,7 +491,7 @@ def test_the_total_of_incomplete_frames_is_bounded(daemon: Any, engine: Engine) 
 
 
 def left_behind(daemon: Any) -> list[str]:
-    paths = [socket_path(daemon.endpoint), door_path(daemon.endpoint), socket_path(daemon.endpoint)[:-5] + ".lock"]
+    paths = [socket_path(daemon.endpoint), handshake_path(daemon.endpoint), socket_path(daemon.endpoint)[:-5] + ".lock"]
     own = os.path.basename(daemon.region).removesuffix(".region")
     regions = [f"{REGION}/{name}" for name in os.listdir(REGION) if name.startswith(own)]
     return [path for path in paths if os.path.exists(path)] + regions
@@ -517,11 +517,11 @@ def test_a_daemon_that_is_ready_has_imported_numpy(daemon: Any) -> None:
 
 
 def test_the_sockets_are_for_owner_and_group(daemon: Any) -> None:
-    for path in (socket_path(daemon.endpoint), door_path(daemon.endpoint)):
+    for path in (socket_path(daemon.endpoint), handshake_path(daemon.endpoint)):
         assert stat.S_IMODE(os.stat(path).st_mode) == 0o660
 
 
-@pytest.mark.parametrize("removed", [socket_path, door_path], ids=["socket", "door"])
+@pytest.mark.parametrize("removed", [socket_path, handshake_path], ids=["socket", "door"])
 @pytest.mark.parametrize("replaced", [False, True], ids=["removed", "replaced"])
 def test_a_daemon_whose_sockets_were_removed_logs_it_and_ends(known: Any, removed: Any, replaced: bool) -> None:
     path = removed(known.endpoint)

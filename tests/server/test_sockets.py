@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from kvcache_proto.endpoint import door_path, socket_path
+from kvcache_proto.endpoint import handshake_path, socket_path
 from kvcache_server.admin_client import AdminClient
 from kvcache_server.transport.sockets import Listener, set_access
 
@@ -26,7 +26,7 @@ STRANGER = 65_432
 TRY = """
 import json, os, socket, struct, sys
 import zmq
-from kvcache_proto.codec import decode_door, decode_reply, encode
+from kvcache_proto.codec import decode_handshake, decode_reply, encode
 from kvcache_proto.errors import KVCacheError
 from kvcache_proto.messages import Error, Hello, PROTOCOL_VERSION, Stats
 
@@ -44,7 +44,7 @@ with socket.socket(socket.AF_UNIX) as knock:
         frame = encode(Hello(PROTOCOL_VERSION, "stranger"))
         knock.sendall(struct.pack("<I", len(frame)) + frame)
         data, descriptors, _, _ = socket.recv_fds(knock, 1 << 16, 8)
-        heard = decode_door(data[4:])
+        heard = decode_handshake(data[4:])
         came["door"] = [heard.code if isinstance(heard, Error) else "welcome", len(descriptors)]
         for descriptor in descriptors[:1]:
             came["region"] = os.pread(descriptor, 8, 0).decode()
@@ -73,7 +73,7 @@ print(json.dumps(came))
 def tried(daemon: Any, token: bytes, uid: int, gid: int, groups: list[int], patience_ms: int) -> dict[str, Any]:
     """Let a process of that user try everything; `patience_ms` is how long to wait for an answer that must not come."""
     daemon.folder.chmod(0o755)
-    door, wire = door_path(daemon.endpoint), socket_path(daemon.endpoint)
+    door, wire = handshake_path(daemon.endpoint), socket_path(daemon.endpoint)
     region = daemon.status()["daemon"]["region"]
     own = [str(each) for each in daemon.folder.rglob("*") if each.suffix != ".log" and str(each) not in (door, wire)]
     descriptors = [f"/proc/{daemon.process.pid}/fd", f"/proc/{daemon.process.pid}/mem"]
@@ -128,7 +128,7 @@ def test_allowed_users_can_attach(
 def test_without_access_control_lists_door_and_token_still_refuse(start_daemon: Any) -> None:
     """On such a file system everyone can connect to the sockets, but gets nothing else."""
     daemon = start_daemon(allow_uids="54321")
-    for path in (door_path(daemon.endpoint), socket_path(daemon.endpoint)):
+    for path in (handshake_path(daemon.endpoint), socket_path(daemon.endpoint)):
         os.removexattr(path, "system.posix_acl_access")
         os.chmod(path, 0o666)
     with AdminClient(daemon.endpoint) as admin:

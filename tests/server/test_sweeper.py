@@ -68,8 +68,8 @@ class Engine(small_cache.Engine):
         follow(self.cache)
         return reply
 
-    def distrust(self, slots: bytes) -> m.Distrusted:
-        return self.ask(m.Distrust(1, b"", self.cache.geometry.region_id, slots, 0, Finding.CORRUPT))
+    def invalidate(self, slots: bytes) -> m.Invalidated:
+        return self.ask(m.Invalidate(1, b"", self.cache.geometry.region_id, slots, 0, Finding.CORRUPT))
 
 
 class Long:
@@ -152,7 +152,7 @@ def test_why_examines_a_long_miss_in_slices_while_the_cache_changes(when: int) -
     names = [f"{number}" for number in range(MAX_HASHES)]
     for engine in engines[1:]:
         engine.store(names[:2000])
-        engine.ask(m.Remark(1, b"", engine.namespace, [m.Note("q", "paused", 0, hashes(names))]))
+        engine.ask(m.ReportMisses(1, b"", engine.namespace, [m.MissNote("q", "paused", 0, hashes(names))]))
     request = m.Acquire(1, b"", engines[0].namespace, hashes(names), request="r")
     engines[0].ask(request)
     why = Long(engines[0], m.Why(1, b"", "r"))
@@ -177,7 +177,7 @@ def test_a_why_with_very_many_causes_ends_with_unexamined_blocks() -> None:
     request = m.Acquire(1, b"", engine.namespace, hashes(names), request="r")
     for part in (names[::2], names[1::2]):
         cause = "paused" if part[0] == "0" else "weights"
-        engine.ask(m.Remark(1, b"", engine.namespace, [m.Note("q", cause, 0, hashes(part))]))
+        engine.ask(m.ReportMisses(1, b"", engine.namespace, [m.MissNote("q", cause, 0, hashes(part))]))
     engine.ask(request)
     (told,) = explained(engine.ask(m.Why(1, b"", "r"))).explained
     assert len(told.runs) == MOST_RUNS + 1
@@ -193,7 +193,7 @@ def test_the_runs_and_blocks_of_one_request_are_bounded() -> None:
     with pytest.raises(BadFrame):
         decode_request(encode(m.Reserve(1, b"", 1, [m.Run(names[:1])] * (MAX_BLOCKS + 1))))
     with pytest.raises(BadFrame):
-        decode_request(encode(m.Remark(1, b"", 1, [m.Note("r", "c")] * (m.MAX_NOTES + 1))))
+        decode_request(encode(m.ReportMisses(1, b"", 1, [m.MissNote("r", "c")] * (m.MAX_NOTES + 1))))
 
 
 def test_a_reserve_of_one_block_too_many_is_refused_and_changes_nothing() -> None:
@@ -236,7 +236,7 @@ def test_a_commit_shows_many_blocks_in_slices() -> None:
     assert engine.hits([*names, "new"]) == len(names) + 1
 
 
-@pytest.mark.parametrize("what", ["distrust", "clear"])
+@pytest.mark.parametrize("what", ["invalidate", "clear"])
 def test_what_is_about_to_be_shown_may_go(tiny: None, what: str) -> None:
     cache = make_cache()
     engine = Engine(cache, "one")
@@ -245,8 +245,8 @@ def test_what_is_about_to_be_shown_may_go(tiny: None, what: str) -> None:
         engine.store(chain(name, 3), "p")
     engine.settle(first)
     assert len(cache.reservations.showing) > 1, "some are shown at once, and the rest is not"
-    if what == "distrust":
-        assert engine.distrust(first.slots).writers == [("one", engine.session)]
+    if what == "invalidate":
+        assert engine.invalidate(first.slots).writers == [("one", engine.session)]
     else:
         engine.ask(m.Clear(1, b""))
     visible = cache.namespaces[1].groups[0].visible
@@ -531,7 +531,7 @@ def test_no_reserve_grows_with_the_blocks_in_the_pool(wide: bool) -> None:
     assert most[1] < 1.2 * most[0]
 
 
-# Clear, distrust, ends and quarantines.
+# Clear, invalidate, ends and quarantines.
 
 
 def test_a_clear_hides_all_blocks_at_once_and_keeps_new_ones(tiny: None) -> None:
@@ -636,7 +636,7 @@ def test_distrusted_blocks_and_those_below_are_not_found_from_then_on(tiny: None
     engine.settle(reserved)
     lease = other.acquire(names[:6])
     writing = other.reserve(["below"], parent=names[7])
-    assert 1 <= engine.distrust(reserved.slots[REF_BYTES : 2 * REF_BYTES]).blocks < 7
+    assert 1 <= engine.invalidate(reserved.slots[REF_BYTES : 2 * REF_BYTES]).blocks < 7
     assert other.reserve(["x"], parent=names[1]).reservation == 0
     slices = 0
     while True:
@@ -644,7 +644,7 @@ def test_distrusted_blocks_and_those_below_are_not_found_from_then_on(tiny: None
         if not sweep(cache, 1):
             break
         slices += 1
-    assert slices > 7 and cache.counters["blocks_distrusted"] == 7
+    assert slices > 7 and cache.counters["blocks_invalidated"] == 7
     assert other.settle(writing) == [Verdict.ORPHANED]
     refs = unpack_refs(lease.slots)
     assert all(cache.rows.is_current(ref) for ref in refs)
@@ -666,7 +666,7 @@ def test_nothing_below_a_distrusted_block_is_found_through_a_new_one(tiny: None,
     reserved = engine.reserve(names)
     engine.settle(reserved)
     old = {ref.pack() for ref in unpack_refs(reserved.slots)}
-    engine.distrust(reserved.slots[:REF_BYTES])
+    engine.invalidate(reserved.slots[:REF_BYTES])
     sweep(cache, slices)
     assert cache.sweeper
     assert set(other.store(names[:stored])) == {Refusal.GRANTED}, "taken for present"
@@ -684,14 +684,14 @@ def test_nothing_below_a_distrusted_block_is_found_through_a_new_one(tiny: None,
 @pytest.mark.parametrize("slices", [0, 2, 5, 8])
 @pytest.mark.parametrize("names", ["abcd", "abc"])
 def test_no_tail_of_a_distrusted_block_is_found_through_a_new_one(tiny: None, slices: int, names: str) -> None:
-    """The full group has the block again; the tails hang on the one that was distrusted."""
+    """The full group has the block again; the tails hang on the one that was invalidated."""
     cache = make_cache()
     engine = Hybrid(cache, "one")
     engine.store_all("abcd", "abc")
     before = engine.look("abcd")
     assert before.hits == 4
     old = {ref.pack() for ref in unpack_refs(before.slots)}
-    engine.distrust(before.slots[:REF_BYTES])
+    engine.invalidate(before.slots[:REF_BYTES])
     assert engine.look("abcd").hits == engine.look("abc").hits == 0
     sweep(cache, slices)
     assert cache.sweeper
@@ -718,7 +718,7 @@ def test_a_namespace_may_be_forgotten_before_the_sweeper_comes_to_its_distrusted
     other.store(chain("x", 5))
     other.ask(m.Clear(1, b"", cache.namespaces[other.namespace].id))
     assert cache.sweeper
-    engine.distrust(reserved.slots)  # its turn comes
+    engine.invalidate(reserved.slots)  # its turn comes
     other.store(chain("y", 40))  # takes its room
     engine.ask(m.Detach(1, b"", engine.namespace))
     assert cache.namespaces.keys() == {other.namespace}
@@ -730,7 +730,7 @@ def test_no_tail_of_a_distrusted_block_is_retained(tiny: None) -> None:
     cache = make_cache(retain_quota=0.5)
     engine = Hybrid(cache, "one")
     engine.store_all("abcd")
-    engine.distrust(engine.look("abcd").slots[:REF_BYTES])
+    engine.invalidate(engine.look("abcd").slots[:REF_BYTES])
     full = engine.ask(m.Reserve(1, b"", engine.namespace, [m.Run(engine.names("abcd"))]))
     engine.settle(full)
     assert engine.look("abcd").hits == 0
@@ -750,7 +750,7 @@ def test_a_namespace_of_tails_alone_finds_its_other_blocks_while_one_is_swept(ti
     other.store(chain("x", 5))
     other.ask(m.Clear(1, b"", cache.namespaces[other.namespace].id))
     assert cache.sweeper
-    engine.distrust(slots[:REF_BYTES])  # its turn comes
+    engine.invalidate(slots[:REF_BYTES])  # its turn comes
     assert [engine.hits(chain(name, 2)) for name in "ab"] == [0, 2]
     sweep(cache)
     assert [engine.hits(chain(name, 2)) for name in "ab"] == [0, 2]
@@ -768,7 +768,7 @@ def test_what_is_retained_may_be_distrusted_until_a_tick_has_looked(tiny: None, 
         engine.settle(reserved)
         engine.ask(m.Retain(1, b"", engine.namespace, hashes(names), 60.0))
         slots += reserved.slots
-    engine.distrust(slots)
+    engine.invalidate(slots)
     check_integrity(cache)
     assert not any(engine.hits(chain(name, 3)) for name in "abc")
     for slices in range(100):
@@ -777,7 +777,7 @@ def test_what_is_retained_may_be_distrusted_until_a_tick_has_looked(tiny: None, 
             cache.tick(0.0)
             check_integrity(cache)
     sweep(cache)
-    assert cache.counters["blocks_distrusted"] == 9
+    assert cache.counters["blocks_invalidated"] == 9
     cache.tick(0.0)
     check_integrity(cache)
     sweep(cache)
@@ -974,7 +974,7 @@ class Story:
     connections fail, while the sweeper is behind.
 
     `invalid` are the references to all blocks that no lookup may find any more: those that were there at a clear, and
-    those that were distrusted or below one that was. What hangs on them is as invalid as they are.
+    those that were invalidated or below one that was. What hangs on them is as invalid as they are.
     """
 
     def __init__(self, seed: int) -> None:
@@ -983,11 +983,11 @@ class Story:
             140, 32 * KIB, supersede_after=1.0, quarantine=3.0, retain_quota=0.2, operator_quota=0.2, grace=GRACE
         )
         self.now = 0.0
-        self.between = self.found = self.restated = 0
+        self.between = self.found = self.reclaimed = 0
         self.open: dict[str, list[m.Reserved]] = {}
         self.leases: dict[str, dict[int, bytes]] = {}
         self.away: dict[str, float] = {}  # since when
-        self.back: dict[str, set[int]] = {}  # those that have not restated yet, and their leases since
+        self.back: dict[str, set[int]] = {}  # those that have not reclaimed yet, and their leases since
         self.refs: list[bytes] = []
         self.hot: list[str] = []
         self.invalid: set[bytes] = set()
@@ -1015,7 +1015,7 @@ class Story:
         self.back.pop(name, None)
 
     def names(self) -> list[str]:
-        """Return a chain; after a distrust often one through what was distrusted."""
+        """Return a chain; after a invalidate often one through what was invalidated."""
         path = self.draw.choice(WORDS)
         if self.hot and self.draw.random() < 0.6:
             path = self.hot.pop()
@@ -1046,7 +1046,7 @@ class Story:
         cleared = engine.ask(m.Clear(1, b"")).blocks
         assert cleared == count or (severed and cleared > count)
 
-    def distrust(self, engine: Engine, refs: list[bytes]) -> None:
+    def invalidate(self, engine: Engine, refs: list[bytes]) -> None:
         for ref in refs:
             for block in self.cache.pool.blocks:
                 if block is None or block.ref != ref or not block.visible:
@@ -1056,7 +1056,7 @@ class Story:
                     assert block.is_found or self.tainted(block), "hidden for no reason"
                     self.invalid.update(each.ref for each in block.subtree())
                     self.hot = [block.subtree()[-1].hash.decode().rstrip(".")] * 12
-        engine.distrust(b"".join(refs))
+        engine.invalidate(b"".join(refs))
 
     # Steps.
 
@@ -1081,7 +1081,7 @@ class Story:
         elif draw.random() < 0.04:
             self.disconnect(name)
         elif name in self.back and draw.random() < 0.7:
-            self.restate(name)
+            self.reclaim(name)
         elif draw.random() < 0.04:
             self.operate(engine)
         elif self.leases[name] and name not in self.back and draw.random() < 0.4:
@@ -1123,7 +1123,7 @@ class Story:
                 there = [each for each in self.cache.pool.blocks if each is not None and each.visible]
                 mine = [each.ref for each in there if each.account.group.namespace == engine.namespace]
                 refs = mine if self.draw.random() < 0.8 else self.refs
-                self.distrust(engine, self.draw.sample(refs, min(2, len(refs))))
+                self.invalidate(engine, self.draw.sample(refs, min(2, len(refs))))
             case 8 if self.draw.random() < 0.12:
                 self.clear(engine)
             case 9:
@@ -1205,16 +1205,16 @@ class Story:
         self.away.pop(name)
         self.back[name] = set()
 
-    def restate(self, name: str) -> None:
+    def reclaim(self, name: str) -> None:
         engine, leases = self.engines[name], self.leases[name]
         heard = max((each.reservation for each in self.open[name]), default=0)
         heard -= self.draw.random() < 0.2
         self.open[name] = [each for each in self.open[name] if each.reservation <= heard]
         since = self.back.pop(name)
         held = [(lease, slots) for lease, slots in leases.items() if lease not in since]
-        reply = engine.ask(m.Restate(1, b"", heard, [*held, (0, b"")]))
+        reply = engine.ask(m.Reclaim(1, b"", heard, [*held, (0, b"")]))
         assert reply.lost == [0], "it was not away for long"
-        self.restated += len(held)
+        self.reclaimed += len(held)
 
     def operate(self, engine: Engine) -> None:
         space = self.cache.namespaces[engine.namespace].id
@@ -1286,12 +1286,12 @@ def test_one_distrust_of_many_blocks_removes_a_bounded_number_at_once() -> None:
     tops, names = many(engine, MAX_BLOCKS, 20)
     engine.settle(tops)
     cache.handle(
-        engine.session, m.Distrust(1, b"", cache.geometry.region_id, tops.slots, 0, Finding.CORRUPT), engine.now
+        engine.session, m.Invalidate(1, b"", cache.geometry.region_id, tops.slots, 0, Finding.CORRUPT), engine.now
     )
-    assert cache.counters["blocks_distrusted"] < MAX_BLOCKS * 21 // 2
+    assert cache.counters["blocks_invalidated"] < MAX_BLOCKS * 21 // 2
     assert not any(engine.acquire([name, f"{name}-0"], pin=False).hits for name in names[:8]), "none is found at once"
     sweep(cache)
-    assert cache.counters["blocks_distrusted"] == MAX_BLOCKS * 21
+    assert cache.counters["blocks_invalidated"] == MAX_BLOCKS * 21
     assert not cache.eviction.fair_share.used
 
 
@@ -1318,7 +1318,7 @@ def test_a_restate_examines_a_bounded_number_of_leases(monkeypatch: pytest.Monke
     cache.disconnect_session(engine.session, 0.0)
     cache.resume_session(engine.session, "", 0.0)
     engine.ask(m.Attach(1, b"", spec, (0,)))
-    lost = engine.ask(m.Restate(1, b"", 0, [(last - at, ref) for at in range(8)])).lost
+    lost = engine.ask(m.Reclaim(1, b"", 0, [(last - at, ref) for at in range(8)])).lost
     assert lost == [last - at for at in range(5, 8)]  # each takes two
     assert cache.counters["leases_over_limits"] == 3
     check_integrity(cache)

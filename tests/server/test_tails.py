@@ -120,25 +120,25 @@ def test_a_lookup_says_where_a_prompt_parts_from_what_is_cached() -> None:
     engine = Engine(make_cache())
     engine.store("abcdefgh")
     found = engine.acquire("abcdex", pin=False)
-    assert (found.hits, found.junction) == (0, 5)
+    assert (found.hits, found.divergence) == (0, 5)
     engine.store("abcd")
     found = engine.acquire("abcdex")
-    assert (found.hits, found.junction) == (4, 5), "also beyond a hit"
+    assert (found.hits, found.divergence) == (4, 5), "also beyond a hit"
     engine.store("abcdexyz", end=5)
     found = engine.acquire("abcdexyw")
-    assert (found.hits, found.junction) == (5, 7)
-    assert engine.acquire("abcdefgh").junction == 0, "a hit ends there"
-    assert engine.acquire("abcdexw", start=6).junction == 6, "where the engine continues by itself"
+    assert (found.hits, found.divergence) == (5, 7)
+    assert engine.acquire("abcdefgh").divergence == 0, "a hit ends there"
+    assert engine.acquire("abcdexw", start=6).divergence == 6, "where the engine continues by itself"
 
 
 def test_where_a_prompt_parts_the_next_block_is_cached_too() -> None:
     engine = Engine(make_cache(), FOLLOWED)
     engine.store("abcdefgh")
-    assert engine.acquire("abcdex").junction == 4
-    assert engine.acquire("ax").junction == 0
+    assert engine.acquire("abcdex").divergence == 4
+    assert engine.acquire("ax").divergence == 0
     alone = Engine(make_cache(), (WINDOW,))
     alone.store("abcd")
-    assert alone.acquire("abx").junction == 0, "there is no full group"
+    assert alone.acquire("abx").divergence == 0, "there is no full group"
 
 
 def test_one_reply_has_the_references_of_all_groups() -> None:
@@ -308,9 +308,9 @@ def test_a_distrusted_block_takes_its_tails_with_it() -> None:
     found = engine.acquire("abcd", pin=False)
     region = engine.cache.geometry.region_id
     state = found.slots[-REF_BYTES:]
-    engine.ask(m.Distrust(1, b"", region, state, 0, 0))
+    engine.ask(m.Invalidate(1, b"", region, state, 0, 0))
     assert engine.hits("abcd") == 0 and len(engine.cached(0)) == 4
-    engine.ask(m.Distrust(1, b"", region, found.slots[3 * REF_BYTES : 4 * REF_BYTES], 0, 0))
+    engine.ask(m.Invalidate(1, b"", region, found.slots[3 * REF_BYTES : 4 * REF_BYTES], 0, 0))
     assert [len(engine.cached(number)) for number in range(3)] == [3, 1, 0]
     check_integrity(engine.cache)
     audit(engine.cache)
@@ -341,7 +341,7 @@ def test_the_quota_of_leases_counts_tails() -> None:
     engine.store("abcdef")
     found = engine.acquire("abcdef")
     assert (found.hits, found.withheld, len(found.slots) // REF_BYTES) == (3, 3, 6)
-    assert found.junction == 0, "what is withheld has its tails"
+    assert found.divergence == 0, "what is withheld has its tails"
     assert cache.engines["one"].pins.bytes == 6 * cache.namespaces[1].groups[0].allocated_bytes
     check_integrity(cache)
 
@@ -625,7 +625,7 @@ class Model:
             for at in range(max(start, end - spec.needed(end)), end)
         ]
 
-    def may_go(self, key: tuple[int, str]) -> bool:
+    def is_evictable(self, key: tuple[int, str]) -> bool:
         node = self.nodes.get(key)
         return bool(node and node.visible and not node.pins and not (key[0] == 0 and self.children(key[1])))
 
@@ -645,9 +645,9 @@ class Model:
             needed = self.used(above, len(above), 0)[1:]
             if not all(each in self.nodes for each in needed) or (self.followed and not inner):
                 for each in below:
-                    if each[0] and self.may_go(each) and not (inner and self.groups[each[0]].reach > 1):
+                    if each[0] and self.is_evictable(each) and not (inner and self.groups[each[0]].reach > 1):
                         self.remove(each)
-            if not self.may_go((0, above)) or (0, above) == self.kept or self.is_proof(above):
+            if not self.is_evictable((0, above)) or (0, above) == self.kept or self.is_proof(above):
                 return
             self.remove((0, above))
             above = above[:-1]
@@ -660,7 +660,7 @@ class Model:
             if len(below) != 1 or not self.has(group, below[0]):
                 for each in rest[1:]:
                     for other in range(1, len(self.groups)):
-                        if self.may_go((other, each)):
+                        if self.is_evictable((other, each)):
                             self.remove((other, each))
                 return rest[-1]
             rest.append(below[0])
@@ -680,14 +680,14 @@ class Model:
         self.kept = keep
         while self.dropped:
             key, node = self.dropped.pop()
-            if self.nodes.get(key) is node and node.tick == FIRST and self.may_go(key):
+            if self.nodes.get(key) is node and node.tick == FIRST and self.is_evictable(key):
                 above = (0, key[1] if key[0] else key[1][:-1])
                 parent = self.nodes.get(above)
                 self.evict(key)
                 if parent is not None and parent.tick == FIRST:
                     self.drop(above, parent)
                 return True
-        going = [key for key in self.nodes if self.may_go(key) and key != keep]
+        going = [key for key in self.nodes if self.is_evictable(key) and key != keep]
         if not going:
             return False
         self.evict(min(going, key=lambda key: (self.nodes[key].tick, digest(key[1]))))
@@ -737,7 +737,7 @@ class Model:
                 for end in range(passed, max(passed - reach, 0), -1):
                     if parts[end]:
                         break
-                    if self.may_go(key := (group, path[:end])):
+                    if self.is_evictable(key := (group, path[:end])):
                         self.nodes[key].tick = FIRST
                         self.drop(key, self.nodes[key])
 

@@ -13,7 +13,7 @@ from small_cache import Engine, chain, hashes, make_cache
 
 from kvcache_proto import messages as m
 from kvcache_proto.errors import NotPermitted
-from kvcache_proto.messages import Work
+from kvcache_proto.messages import PollJobs
 from kvcache_proto.types import REF_BYTES, GroupSpec
 from kvcache_server.commands.why import TIERS
 from kvcache_server.core.effects import SessionGone
@@ -100,7 +100,7 @@ def test_only_the_daemons_user_may_run_tiers() -> None:
     session: Any = SimpleNamespace(id=1, user=1000)
     cache: Any = SimpleNamespace(sessions={1: session})
     with pytest.raises(NotPermitted, match="must run as the daemon's user, 0, not as 1000"):
-        Tiering(cache, 0).begin(1, Work(1, b"", "disk", BATCH), 0.0)
+        Tiering(cache, 0).begin(1, PollJobs(1, b"", "disk", BATCH), 0.0)
 
 
 def test_a_tier_that_does_not_keep_up_is_not_asked_to_bring_more(tier: Tier, group: Group) -> None:
@@ -132,7 +132,7 @@ class Host:
             self.work(name)
 
     def work(self, name: str) -> None:
-        self.tiering.begin(self.tiers[name], m.Work(1, b"", name, 4 * self.group.allocated_bytes), self.now)
+        self.tiering.begin(self.tiers[name], m.PollJobs(1, b"", name, 4 * self.group.allocated_bytes), self.now)
 
     def jobs(self, name: str) -> m.Jobs:
         jobs = self.tiering.jobs(self.tiers[name], 1, self.now)
@@ -140,7 +140,7 @@ class Host:
         return jobs
 
     def worked(self, name: str, **outcomes: Any) -> None:
-        self.tiering.begin(self.tiers[name], m.Worked(1, b"", **outcomes), self.now)
+        self.tiering.begin(self.tiers[name], m.JobResults(1, b"", **outcomes), self.now)
 
     def has(self, name: str, blocks: int) -> None:
         """Let a tier have the first `blocks` of what it is asked for."""
@@ -332,7 +332,7 @@ def test_new_blocks_are_written_if_most_blocks_return_or_all_are_to_be(
 ) -> None:
     host = Host()
     host.tiers["disk"] = host.cache.open_session("tier disk", "", host.now)
-    work = m.Work(1, b"", "disk", 64 * host.group.allocated_bytes, writes=writes)
+    work = m.PollJobs(1, b"", "disk", 64 * host.group.allocated_bytes, writes=writes)
     host.tiering.begin(host.tiers["disk"], work, host.now)
     host.tiering.jobs(host.tiers["disk"], 1, host.now)
     engine = Stores(host, "other")
@@ -380,7 +380,7 @@ def test_the_pool_stores_what_a_tier_gets(
 ) -> None:
     host = Host()
     tier = host.cache.open_session("tier disk", "", host.now)
-    host.tiering.begin(tier, m.Work(1, b"", "disk", 1 << 20, writes=writes), host.now)
+    host.tiering.begin(tier, m.PollJobs(1, b"", "disk", 1 << 20, writes=writes), host.now)
     (account,) = host.cache.eviction.fair_share.accounts
     account.share.factor, host.cache.eviction.learner.worths.returning = factor, returning
     host.tiering._tiers[tier].writes.waiting = waiting
@@ -405,7 +405,7 @@ def test_blocks_of_little_worth_are_stored_for_a_tier() -> None:
         return host.cache.eviction.declined - before
 
     assert declined()
-    host.tiering.begin(tier, m.Work(1, b"", "disk", 1 << 20, writes="through"), host.now)
+    host.tiering.begin(tier, m.PollJobs(1, b"", "disk", 1 << 20, writes="through"), host.now)
     assert not declined(), "the tier gets them"
     host.worked("disk", off="the disk is full")
     assert declined()
@@ -431,11 +431,11 @@ def test_long_looks_leave_no_room_for_writes(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_tier_that_refuses_writes_gets_them_later_and_looks_at_once() -> None:
     host = Host("disk")
     tier, size = host.tiers["disk"], 4 * host.group.allocated_bytes
-    host.tiering.begin(tier, m.Worked(2, b"", writes_off="no right"), host.now)  # while a request for work waits
+    host.tiering.begin(tier, m.JobResults(2, b"", writes_off="no right"), host.now)  # while a request for work waits
     host.look_up()
     jobs = host.jobs("disk")
     assert jobs.looks and not jobs.writes
-    host.tiering.begin(tier, m.Work(3, b"", "disk", size, writes_off="no right", removals_off="nor that"), host.now)
+    host.tiering.begin(tier, m.PollJobs(3, b"", "disk", size, writes_off="no right", removals_off="nor that"), host.now)
     host.look_up()
     assert host.tiering.jobs(tier, 3, host.now) is None
     (figures,) = host.tiering.report()

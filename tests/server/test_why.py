@@ -251,7 +251,7 @@ def test_nothing_is_evicted_for_a_save_in_the_grace_after_a_restart() -> None:
     world = World()
     a = Engine(world, "a")
     fill(a)
-    world.cache.eviction.frozen, world.cache.registry.not_restated, world.cache._grace_until = (
+    world.cache.eviction.frozen, world.cache.registry.not_reclaimed, world.cache._grace_until = (
         True,
         {99},
         world.now + 10,
@@ -265,13 +265,17 @@ def test_nothing_is_evicted_for_a_save_in_the_grace_after_a_restart() -> None:
 def test_notes_of_an_engine() -> None:
     world = World()
     a, b = Engine(world, "a"), Engine(world, "b")
-    a.ask(m.Remark(1, b"", a.number, [m.Note("cmpl-7-0-abcd", "down", 2000), m.Note("cmpl-8-0-abcd", "lora")]))
+    a.ask(
+        m.ReportMisses(
+            1, b"", a.number, [m.MissNote("cmpl-7-0-abcd", "down", 2000), m.MissNote("cmpl-8-0-abcd", "lora")]
+        )
+    )
     (told,) = world.why("cmpl-7")["explained"]
     assert (told["engine"], told["runs"], [note["cause"] for note in told["notes"]]) == ("a", [], ["down"])
     assert 2.0 <= told["notes"][0]["age_s"] < 2.1
     assert "breaker open" in world.told("cmpl-7")
     for cause in ("room", "elsewhere", "other_hashes", "began_empty"):  # which the daemon alone should name
-        a.ask(m.Remark(1, b"", a.number, [m.Note(f"cmpl-{cause}", cause, 0, world.chain(1))]))
+        a.ask(m.ReportMisses(1, b"", a.number, [m.MissNote(f"cmpl-{cause}", cause, 0, world.chain(1))]))
         assert "unknown" in world.told(f"cmpl-{cause}")
     run = world.chain(2)
     b.tell("save_prompt", run, "cmpl-9")
@@ -281,9 +285,9 @@ def test_notes_of_an_engine() -> None:
     b.ask(m.Clear(1, b""))
     request, _ = a.look_up(run)
     assert causes(world, request) == [(1, "cleared"), (1, "paused")]
-    for bad in (m.Note("r", "Evil\n"), m.Note("r", "down", -1), m.Note("r", "down", 0, [b"short"])):
-        a.ask(m.Remark(1, b"", a.number, [bad]))
-    a.ask(m.Remark(1, b"", 77, [m.Note("r", "down")]))
+    for bad in (m.MissNote("r", "Evil\n"), m.MissNote("r", "down", -1), m.MissNote("r", "down", 0, [b"short"])):
+        a.ask(m.ReportMisses(1, b"", a.number, [bad]))
+    a.ask(m.ReportMisses(1, b"", 77, [m.MissNote("r", "down")]))
     assert world.cache.counters["notes_refused"] == 4
     assert not world.why("r\0")["explained"]
 
@@ -373,8 +377,8 @@ def test_a_very_long_lookup_is_explained_in_part() -> None:
 def test_a_waiting_request_is_one_line_of_a_trace() -> None:
     chain = [bytes([number]) * 32 for number in range(3)]
 
-    def seen(request: str, hashes: list[bytes], engine: str = "e") -> m.Seen:
-        return m.Seen(0, engine, request, 1, 0, 16, 50, 0, hashes)
+    def seen(request: str, hashes: list[bytes], engine: str = "e") -> m.LookupRecord:
+        return m.LookupRecord(0, engine, request, 1, 0, 16, 50, 0, hashes)
 
     recorder = Recorder()
     waiting = [seen("r", chain), *[seen("", chain)] * 9, seen("r", chain), seen("", chain)]

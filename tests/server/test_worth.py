@@ -20,10 +20,10 @@ from kvcache_server.core.eviction.sketch import Sketch
 from kvcache_server.core.eviction.worth import BINS, FACTOR_ONE_OFF, WIDTHS, bin_of, gittins
 from kvcache_server.core.index import CLASS_MASK, TICKS_PER_SECOND, Block
 from kvcache_server.core.integrity import check_integrity
-from kvcache_server.core.sampling import Lots, keyed_draw
+from kvcache_server.core.sampling import KeyedHasher, keyed_draw
 
 KIB = 1024
-LOTS = Lots(keyed_draw(b"a secret"))
+LOTS = KeyedHasher(keyed_draw(b"a secret"))
 
 
 def naive_gittins(hazards: list[float]) -> list[float]:
@@ -53,19 +53,19 @@ def test_ages_fall_into_two_bins_per_doubling() -> None:
 
 def test_a_sketch_counts_to_three_and_knows_few_hashes_that_it_was_not_given() -> None:
     sketch, names = Sketch(1 << 13), [number.to_bytes(16, "big") for number in range(3000)]
-    lots = LOTS.of(b"".join(names), 16)
-    sketch.put(lots[:1000], [at % 4 for at in range(1000)])
-    single = [sketch.ask(lots[at : at + 1], [0])[0] for at in range(1000)]
+    keyed = LOTS.of(b"".join(names), 16)
+    sketch.put(keyed[:1000], [at % 4 for at in range(1000)])
+    single = [sketch.ask(keyed[at : at + 1], [0])[0] for at in range(1000)]
     assert sum(asks == min(at % 4, 2) for at, asks in enumerate(single)) > 850
-    assert sum(sketch.ask(lots[at : at + 1], [0])[0] > 0 for at in range(1000, 1500)) < 10
+    assert sum(sketch.ask(keyed[at : at + 1], [0])[0] > 0 for at in range(1000, 1500)) < 10
 
 
 def test_a_sketch_takes_a_request_for_a_block_as_one_for_those_above_it() -> None:
     sketch, names = Sketch(1 << 16), [number.to_bytes(9, "big") for number in range(20)]
-    lots = LOTS.of(b"".join(names), 9)
-    sketch.put(lots, [0, 0, 2, 0, 0] + [1, 0, 0, 0, 3] + 10 * [0])
-    assert sketch.ask(lots[:15], [0, 5, 10]) == [2, 2, 2, 0, 0] + [2, 2, 2, 2, 2] + 5 * [0]
-    assert sketch.ask(lots, [0]) == 10 * [2] + [1] * 5 + [0] * 5
+    keyed = LOTS.of(b"".join(names), 9)
+    sketch.put(keyed, [0, 0, 2, 0, 0] + [1, 0, 0, 0, 3] + 10 * [0])
+    assert sketch.ask(keyed[:15], [0, 5, 10]) == [2, 2, 2, 0, 0] + [2, 2, 2, 2, 2] + 5 * [0]
+    assert sketch.ask(keyed, [0]) == 10 * [2] + [1] * 5 + [0] * 5
 
 
 def test_other_groups_have_other_lots() -> None:
@@ -89,7 +89,7 @@ class Checked(Ranking):
                 for leaf in each.group.root.subtree()[1:]:
                     # One whose class has changed moves to its order when it is the coldest of its former one.
                     moved = (leaf.queued ^ leaf.tick) & CLASS_MASK
-                    if leaf.account is each and each.group.may_go(leaf) and not moved:
+                    if leaf.account is each and each.group.is_evictable(leaf) and not moved:
                         at = each.engine, leaf.tick & CLASS_MASK
                         coldest[at] = min(leaf, coldest.get(at, leaf), key=lambda block: block.tick)
         if entry is not None and coldest:

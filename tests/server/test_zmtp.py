@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcache_proto.codec import MAX_DOOR_FRAME, MAX_FRAME
+from kvcache_proto.codec import MAX_FRAME, MAX_HANDSHAKE_FRAME
 from kvcache_proto.errors import BadFrame
 from kvcache_server.transport.zmtp import (
     GREETING,
@@ -81,7 +81,7 @@ said = st.lists(
 def test_messages_do_not_depend_on_how_bytes_are_split(stream: bytes, data: st.DataObject) -> None:
     stream = NAMED + stream
     whole, pieces = Receiver(), Receiver()
-    whole.limit = pieces.limit = MAX_DOOR_FRAME + 5000
+    whole.limit = pieces.limit = MAX_HANDSHAKE_FRAME + 5000
     expected = hear(whole, stream)
     cuts = sorted(data.draw(st.lists(st.integers(0, len(stream)), max_size=12)))
     came = [each for a, b in zip([0, *cuts], [*cuts, len(stream)], strict=True) for each in hear(pieces, stream[a:b])]
@@ -92,11 +92,11 @@ def test_messages_do_not_depend_on_how_bytes_are_split(stream: bytes, data: st.D
 
 
 def test_the_limit_of_a_routing_id_holds_for_what_came_with_it() -> None:
-    limits = {b"name": MAX_FRAME, b"": MAX_DOOR_FRAME}
-    long = bytes(MAX_DOOR_FRAME + 1)
+    limits = {b"name": MAX_FRAME, b"": MAX_HANDSHAKE_FRAME}
+    long = bytes(MAX_HANDSHAKE_FRAME + 1)
     assert hear(Receiver(limit_of=limits.__getitem__), NAMED + message(long)) == [long]
     (refusal,) = hear(Receiver(limit_of=limits.__getitem__), HELLO + message(long))
-    assert f"at most {MAX_DOOR_FRAME}" in refusal
+    assert f"at most {MAX_HANDSHAKE_FRAME}" in refusal
 
 
 @given(st.binary(max_size=200), st.booleans())

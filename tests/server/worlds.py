@@ -112,7 +112,7 @@ class Engine:
         return request, reply
 
     def tell(self, cause: str, run: list[bytes], request: str = "told") -> None:
-        self.ask(m.Remark(1, b"", self.number, [m.Note(request, cause, 5, run)]))
+        self.ask(m.ReportMisses(1, b"", self.number, [m.MissNote(request, cause, 5, run)]))
 
     def leave(self) -> None:
         self.world.tick()
@@ -180,13 +180,13 @@ class Injector:
         answer(self.world.cache, self.world.operator(), m.Clear(1, b"", self.a.spec.id), self.world.now)
         return self.b, run, [(4, "cleared", {"engine": "operator"})]
 
-    def distrusted(self) -> Any:
+    def invalidated(self) -> Any:
         head = self.head()
         run = self.a.store(self.world.chain(3), head[-1] if head else None)
         finding = self.draw.choice(list(Finding))
         slots = self.a.ask(m.Acquire(1, b"", self.a.number, [*head, *run], pin=False)).slots
         region = self.world.cache.geometry.region_id
-        self.b.ask(m.Distrust(1, b"", region, slots[REF_BYTES * len(head) :][:REF_BYTES], 0, finding))
+        self.b.ask(m.Invalidate(1, b"", region, slots[REF_BYTES * len(head) :][:REF_BYTES], 0, finding))
         return self.a, [*head, *run], [(len(head), "hit", {}), (3, finding.name.lower(), {"engine": "b"})]
 
     def no_space(self) -> Any:

@@ -68,7 +68,7 @@ else:
 
 _DAEMON = """\
 if "serve" in sys.orig_argv:
-    from kvcache_proto.messages import Worked
+    from kvcache_proto.messages import JobResults
     from kvcache_server.daemon.answers import Answers
     from kvcache_server.tiering.tiering import Tiering
 

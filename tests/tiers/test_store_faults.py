@@ -23,10 +23,10 @@ def check_that_wrong_values_are_removed(daemon: Daemon, engine: ToyEngine, names
     assert engine.load(names) == 0
     wait_tier(daemon, "blocks_not_brought", len(names))
     assert engine.load(names) == 0
-    wait_for(lambda: daemon.status()["told"].get(counter, 0) == len(names), counter)
+    wait_for(lambda: daemon.status()["client_counts"].get(counter, 0) == len(names), counter)
     save_below(daemon, engine, names)
     engine.load_all(names)
-    assert daemon.status()["told"][counter] == len(names)
+    assert daemon.status()["client_counts"][counter] == len(names)
     wait_for(lambda: all_is_free(daemon), "free slots")
 
 

@@ -187,7 +187,7 @@ def test_wrong_bytes_in_the_store_are_a_miss(daemon: Daemon, connect: Connect, u
         assert engine.load(names) == 0
         wait_tier(daemon, "blocks_not_brought", 20)
         assert engine.load(names) == 0
-        wait_for(lambda: daemon.status()["told"].get("tier_checksums_wrong", 0) == 20, "their count")
+        wait_for(lambda: daemon.status()["client_counts"].get("tier_checksums_wrong", 0) == 20, "their count")
 
 
 def test_a_tier_that_fails_is_off_and_comes_back(daemon: Daemon, connect: Connect, url: str, tmp_path: Path) -> None:

@@ -59,7 +59,7 @@ def test_tiers_that_are_killed_cost_no_slot_and_no_byte(
                 os.kill(draw.choice(pids), signal.SIGKILL)
         assert hits
         wait_for(lambda: all_is_free(daemon), "an idle cache")
-        assert "checksums_wrong" not in str(daemon.status()["told"])
+        assert "checksums_wrong" not in str(daemon.status()["client_counts"])
     finally:
         engine.close()
 

@@ -68,7 +68,7 @@ def check_reads(daemon: Daemon, engine: ToyEngine, said: str) -> None:
     tier = tier_of(daemon)
     assert tier["off"] == ""
     assert tier_state({**tier, "writes_off": said}) == f"on, but not written to: {said}"
-    assert daemon.status()["told"].get("tier_store_failed", 0) == 0
+    assert daemon.status()["client_counts"].get("tier_store_failed", 0) == 0
     assert said in daemon.log
 
 
@@ -229,11 +229,11 @@ def test_a_wrong_value_that_cannot_be_removed(start_daemon: StartDaemon, connect
         client.set(key, bytes(value))
     revoke(server, servers)
     assert first_lookup(daemon, engine, wrong) == 0
-    wait_for(lambda: daemon.status()["told"].get("tier_removals_refused", 0) == 1, "a removal that is refused")
+    wait_for(lambda: daemon.status()["client_counts"].get("tier_removals_refused", 0) == 1, "a removal that is refused")
     for prompt in right:
         assert first_lookup(daemon, engine, prompt) == len(prompt)
     assert "wrong values are not removed from the store for 0.5 s" in daemon.log
-    assert daemon.status()["told"].get("tier_store_failed", 0) == 0
+    assert daemon.status()["client_counts"].get("tier_store_failed", 0) == 0
 
 
 def test_why_says_that_a_tier_is_not_written_to(start_daemon: StartDaemon, connect: Connect, servers: Servers) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from kvcache_proto.messages import Note, Run
+from kvcache_proto.messages import MissNote, Run
 from kvcache_proto.types import NamespaceSpec, Outcome
 
 
@@ -21,7 +21,7 @@ class CacheLease(Protocol):
     withheld: int
     coming: int
     eta: float
-    junction: int
+    divergence: int
     packed: bytes
     sums: bytes
     failed: bool
@@ -42,7 +42,7 @@ class CacheReservation(Protocol):
 
 
 class CacheTicket(Protocol):
-    """A reservation that is not answered yet; see `kvcache_client.Ticket`."""
+    """A reservation that is not answered yet; see `kvcache_client.PendingReservation`."""
 
     def poll(self) -> CacheReservation | None: ...
 
@@ -88,7 +88,7 @@ class CacheNamespace(Protocol):
 
     def drop(self, hashes: Sequence[bytes], after: int, *, request: str = "") -> bool: ...
 
-    def remark(self, notes: list[Note]) -> bool: ...
+    def report_misses(self, notes: list[MissNote]) -> bool: ...
 
 
 class CacheSession(Protocol):

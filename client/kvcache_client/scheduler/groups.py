@@ -1,7 +1,7 @@
 """The rules by which an engine's blocks are matched, loaded and saved. Pure.
 
 Each cached block consists of `blocks_per_slot` engine blocks, and has one slot. An engine with several KV cache groups,
-or with one that is not full attention, has tails: see `SeveralGroups`.
+or with one that is not full attention, has tails: see `HybridGroups`.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class FullAttention:
         return [LoadJob(request, found.region, refs, blocks, first - slot * self.blocks_per_slot, sums)]
 
 
-class SeveralGroups(FullAttention):
+class HybridGroups(FullAttention):
     """A full group, if there is one, and tails: an engine continues a prefix with only the last blocks of each tail.
 
     All have slots of the same tokens, with the same hashes. Where `FullAttention` says blocks of the engine, the blocks
@@ -124,7 +124,7 @@ class SeveralGroups(FullAttention):
         volatile: int = 0,
     ) -> None:
         """`checkpoint_tokens` is the distance of the boundaries in a prompt whose tails are saved; 0: only at its
-        junction and its end; None: the best distance for these groups.
+        divergence and its end; None: the best distance for these groups.
 
         Generated tokens are saved as they come: the engine does not keep a window until it is known where a request
         ends.
@@ -167,12 +167,12 @@ class SeveralGroups(FullAttention):
         return found
 
     def tail_slots(
-        self, number: int, request: RequestView, first: int, end: int, limit: int | None, junction: int = 0
+        self, number: int, request: RequestView, first: int, end: int, limit: int | None, divergence: int = 0
     ) -> list[int]:
         """Return the slots of a tail, from `first` to `end`, that are to be saved.
 
         These are the slots that are needed at the end of the prompt, also by a request that has to compute its last
-        token or the volatile blocks; at the `limit` of saves; at the `junction`, where the request leaves the cached
+        token or the volatile blocks; at the `limit` of saves; at the `divergence`, where the request leaves the cached
         chain; at each checkpoint; and all generated ones. States are saved as they are made.
         """
         if self._groups[number].is_state:
@@ -182,8 +182,8 @@ class SeveralGroups(FullAttention):
         ends = {prompt, prompt if limit is None else limit}
         last = (request.prompt_tokens - 1) // self.slot_tokens
         if any(group.is_state for group in self._groups):
-            junction = 0  # no request can continue there: the engine has no state of it
-        boundaries = {junction, last, *ends, *(end - self.volatile for end in ends)}
+            divergence = 0  # no request can continue there: the engine has no state of it
+        boundaries = {divergence, last, *ends, *(end - self.volatile for end in ends)}
         if step:
             reach = self._specs[number].reach
             boundaries.update(range(-(-(first + 1) // step) * step, min(end + reach, prompt) + 1, step))

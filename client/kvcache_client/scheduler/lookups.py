@@ -87,7 +87,7 @@ class Lookups:
                 for name in keys[: lease.hits if lease.pending else lease.hits + 1]:  # the writer moved on, or is gone
                     self._stalled.pop(name, None)
             if not state.tables[0]:  # else it was preempted, and leaves the chain that it has saved itself
-                state.progress.junction = lease.junction
+                state.progress.divergence = lease.divergence
             if self._events is not None and not lease.withheld:
                 # With tails, the blocks after the hits may be cached: they can be loaded from another boundary on.
                 self._events.looked_up(request, lease.hits, lease.hits if self._group.tails else len(keys))

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from kvcache_client.scheduler.cache import CacheNamespace, Counts
 from kvcache_client.scheduler.requests import RequestState
-from kvcache_proto.messages import Note
+from kvcache_proto.messages import MissNote
 from kvcache_proto.types import MAX_NAME
 
 NOTES = 256
@@ -27,13 +27,13 @@ class Notes:
         self._hashes = 0
 
     def note(self, state: RequestState, cause: str, now: float) -> None:
-        """Note why a request is not served from the cache; a cause that repeats is noted once."""
+        """MissNote why a request is not served from the cache; a cause that repeats is noted once."""
         if state.noted != cause:
             state.noted = cause
             self.add(state.id, cause, now)
 
     def add(self, request: str, cause: str, now: float, hashes: Sequence[bytes] = ()) -> None:
-        """Note an event of `request`, or of its blocks `hashes`. The oldest ones beyond the bound are dropped and
+        """MissNote an event of `request`, or of its blocks `hashes`. The oldest ones beyond the bound are dropped and
         counted."""
         self.entries.append((now, request[:MAX_NAME], cause, list(hashes[:HASHES])))
         self._hashes += len(self.entries[-1][3])
@@ -41,8 +41,10 @@ class Notes:
             self._hashes -= len(self.entries.popleft()[3])
             self._counters.add("notes_dropped")
 
-    def take(self, now: float) -> list[Note]:
-        taken = [Note(request, cause, int((now - at) * 1000), hashes) for at, request, cause, hashes in self.entries]
+    def take(self, now: float) -> list[MissNote]:
+        taken = [
+            MissNote(request, cause, int((now - at) * 1000), hashes) for at, request, cause, hashes in self.entries
+        ]
         self.entries.clear()
         self._hashes = 0
         return taken
@@ -50,5 +52,5 @@ class Notes:
     def send(self, namespace: CacheNamespace, now: float) -> None:
         """Send all notes to the daemon; if they cannot be sent, they are lost, and counted."""
         notes = self.take(now)
-        if not namespace.remark(notes):
+        if not namespace.report_misses(notes):
             self._counters.add("notes_unsaid", len(notes))

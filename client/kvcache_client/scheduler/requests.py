@@ -58,7 +58,7 @@ class SaveProgress:
     saved: int = 0  # cached blocks that the daemon has, or was asked to save
     retry_at: float = 0.0  # no saves before this time; 0 for none
     pause: float = PAUSE  # seconds until then if it is refused once more
-    junction: int = 0  # cached blocks after which other requests could continue if the windows there were saved
+    divergence: int = 0  # cached blocks after which other requests could continue if the windows there were saved
     limit: int | None = None  # cached blocks that may be saved; None: all
     limited_by: str = "drop"  # the reason of the limit
 

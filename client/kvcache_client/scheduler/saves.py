@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from kvcache_client.scheduler.cache import CacheNamespace, CacheReservation, CacheTicket, Counts
 from kvcache_client.scheduler.events import EngineEvents
-from kvcache_client.scheduler.groups import FullAttention, SeveralGroups
+from kvcache_client.scheduler.groups import FullAttention, HybridGroups
 from kvcache_client.scheduler.lazy import Lazy
 from kvcache_client.scheduler.notes import Notes
 from kvcache_client.scheduler.requests import PAUSE, RequestState
@@ -167,9 +167,9 @@ class Saves:
                 return
             self._ask_run(state, keys, first, full, blocks)
         progress.saved = full
-        if isinstance(group, SeveralGroups):
+        if isinstance(group, HybridGroups):
             for number in group.tails:
-                wanted = group.tail_slots(number, request, first, full, progress.limit, progress.junction)
+                wanted = group.tail_slots(number, request, first, full, progress.limit, progress.divergence)
                 self._ask_tail(state, keys, number, group.tail_blocks(number, state.tables, wanted, before))
 
     def ask_states(self, state: RequestState, offers: Sequence[tuple[int, int, int]]) -> None:
@@ -178,7 +178,7 @@ class Saves:
         Call it after `ask`, in the same step: a state is saved if the blocks before it are.
         """
         request, group, slots = state.request, self._group, state.progress.saved
-        if request.uncacheable or state.barred or state.loading or not isinstance(group, SeveralGroups):
+        if request.uncacheable or state.barred or state.loading or not isinstance(group, HybridGroups):
             return
         if group.prompt_only:
             slots = min(slots, request.prompt_tokens // group.slot_tokens)

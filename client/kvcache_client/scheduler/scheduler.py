@@ -11,15 +11,15 @@ import msgspec
 from kvcache_client.scheduler.admission import Admission
 from kvcache_client.scheduler.cache import CacheSession
 from kvcache_client.scheduler.canaries import Canaries
+from kvcache_client.scheduler.cost_model import Gate, Overlap
 from kvcache_client.scheduler.events import EngineEvents
-from kvcache_client.scheduler.groups import Found, FullAttention, SeveralGroups
+from kvcache_client.scheduler.groups import Found, FullAttention, HybridGroups
 from kvcache_client.scheduler.hints import Hints
 from kvcache_client.scheduler.lazy import Lazy
 from kvcache_client.scheduler.loads import Loads
 from kvcache_client.scheduler.lookups import Lookups
 from kvcache_client.scheduler.membership import Membership
 from kvcache_client.scheduler.notes import Notes
-from kvcache_client.scheduler.pace import Gate, Overlap
 from kvcache_client.scheduler.requests import LookupResult, Requests, RequestState
 from kvcache_client.scheduler.saves import Demand, Saves
 from kvcache_client.scheduler.summary import Summary
@@ -53,7 +53,7 @@ class Scheduler:
         self._counters = counters = LoggedCounters(logger)
         self.events = EngineEvents(group, engine.describe) if engine.describe and group.has_full else None
         self.gate = Gate(counters, settings.gate == "auto", group.block_tokens)
-        self.overlap = Overlap(self.gate.pace, settings.overlap == "auto", engine.ranks, engine.step_tokens)
+        self.overlap = Overlap(self.gate.costs, settings.overlap == "auto", engine.ranks, engine.step_tokens)
         self._membership = Membership(session, spec, settings, engine.checkpoint, self.events, engine.joining)
         self._notes = Notes(counters)
         self._lookups = Lookups(group, spec.shards, settings.verify, counters, self._notes, self.events, engine.saves)
@@ -232,7 +232,7 @@ class Scheduler:
         keys = group.keys(request.hashes)[start // group.blocks_per_slot : (start + count) // group.blocks_per_slot]
         self._loads.begin(jobs, lease, keys, external, ranks)
         if not ranks:
-            self.gate.pace.load_began(request.id, external, self._clock())
+            self.gate.costs.load_began(request.id, external, self._clock())
         state.loading = True
 
     def _overlaps(self, state: RequestState, lookup: LookupResult, external: int) -> bool:
@@ -257,7 +257,7 @@ class Scheduler:
             load = self._loads.end(request_id, now)
             if load is None:
                 continue
-            self.gate.pace.load_ended(request_id, load.failed, now)
+            self.gate.costs.load_ended(request_id, load.failed, now)
             if (state := self._requests.get(request_id)) is not None:
                 state.loading = False
                 if load.failed:
@@ -270,16 +270,16 @@ class Scheduler:
 
     def reported(self, report: Report) -> None:
         """Take the ranks' report on a step, which has ended on all of them."""
-        pace = self.gate.pace
-        pace.ended(report.timed, self._clock())
+        costs = self.gate.costs
+        costs.ended(report.timed, self._clock())
         if report.declined and self._membership.ranks_declined(report.declined):
             self._saves.drop()
-        pace.carried(report.carried)
+        costs.carried(report.carried)
         self._saves.given_away(report.given_away)
         self.overlap.ranks_ready(report.ready)
         for request_id, seconds in report.arrived:
             if tokens := self._loads.arrived(request_id):
-                pace.arrived(tokens, seconds)
+                costs.arrived(tokens, seconds)
         if self.events is not None:
             for verdicts in report.verdicts:
                 self.events.settled(verdicts)
@@ -302,7 +302,7 @@ class Scheduler:
         if self._admission is not None:
             self._admission.scheduled(step.scheduled)
         self._loads.scheduled()
-        timed = self.gate.pace.step(self._step, step, self._clock(), learns=not self._loads.are_coming)
+        timed = self.gate.costs.step(self._step, step, self._clock(), learns=not self._loads.are_coming)
         membership, requests = self._membership, self._requests
         if membership.unsettled:
             membership.settle()
@@ -460,12 +460,10 @@ class Scheduler:
         return state
 
 
-def _group_rules(
-    engine: EngineFacts, spec: NamespaceSpec, settings: ConnectorSettings
-) -> FullAttention | SeveralGroups:
+def _group_rules(engine: EngineFacts, spec: NamespaceSpec, settings: ConnectorSettings) -> FullAttention | HybridGroups:
     """Return the rules by which the engine's blocks are matched, loaded and saved."""
     tokens, only_prompts = engine.block_tokens, settings.save == "prompt"
     if not engine.groups:
         return FullAttention(tokens, engine.blocks_per_slot, engine.volatile, only_prompts)
     checkpoint = settings.checkpoint_tokens
-    return SeveralGroups(engine.groups, spec.groups, tokens, only_prompts, checkpoint, engine.volatile)
+    return HybridGroups(engine.groups, spec.groups, tokens, only_prompts, checkpoint, engine.volatile)

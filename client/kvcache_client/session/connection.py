@@ -12,11 +12,11 @@ from typing import Any
 import zmq
 
 from kvcache_client.session import forks
-from kvcache_client.session.bell import Bell
 from kvcache_client.session.channel import Channel, Handler
 from kvcache_client.session.counters import Counters
 from kvcache_client.session.handshake import Door, knock
 from kvcache_client.session.region import Region
+from kvcache_client.session.waker import Waker
 from kvcache_proto.endpoint import socket_path
 from kvcache_proto.messages import Settle
 
@@ -50,13 +50,13 @@ class Connection:
 
 
 class Dialer:
-    """Dials one endpoint for one engine's process. `bell` wakes the supervisor, and cancels a knock."""
+    """Dials one endpoint for one engine's process. `waker` wakes the supervisor, and cancels a knock."""
 
     def __init__(
-        self, endpoint: str, engine: str, label: str, servers: frozenset[int], counters: Counters, bell: Bell
+        self, endpoint: str, engine: str, label: str, servers: frozenset[int], counters: Counters, waker: Waker
     ) -> None:
         self.endpoint, self.engine, self.label = endpoint, engine, label
-        self._servers, self._counters, self._bell = servers, counters, bell
+        self._servers, self._counters, self._waker = servers, counters, waker
         forks.adopt_peer(socket_path(endpoint))
         self._context: zmq.Context[Any] = zmq.Context(1)
 
@@ -68,17 +68,17 @@ class Dialer:
         Args:
             timeout: seconds for the knock.
             region: the mapping that this session has; it is kept if the daemon has the same region.
-            interruptible: whether the bell cancels the knock.
+            interruptible: whether the waker cancels the knock.
         Raises the errors of `handshake.knock`, and RegionError; then nothing has changed.
         """
         last = suspended.door.welcome if suspended is not None else None
-        interrupt = self._bell.descriptor if interruptible else None
+        interrupt = self._waker.descriptor if interruptible else None
         door = knock(self.endpoint, self.engine, self.label, timeout, interrupt, last, self._servers)
         geometry, token = door.welcome.geometry, door.welcome.token
         try:
             if region is None or region.geometry != geometry:
                 region = Region(door.region, geometry)
-            channel = Channel(self._context, self.endpoint, token, self._counters, self._bell.ring)
+            channel = Channel(self._context, self.endpoint, token, self._counters, self._waker.wake)
         except BaseException:
             forks.close(door.connection)
             forks.close(door.lock)

@@ -103,8 +103,8 @@ class Lease:
         withheld: number of blocks after the hits that are cached, but beyond this engine's pin quota.
         coming: number of blocks after the hits that a tier is fetching; some may be pending already.
         eta: seconds until those are expected; if there are none, until it is known whether tiers have some, else 0.
-        junction: number of blocks after which an engine could continue if it had the tails there; 0 if that is not more
-            than the cached ones, `withheld` included.
+        divergence: number of blocks after which an engine could continue if it had the tails there; 0 if that is not
+            more than the cached ones, `withheld` included.
         failed: whether the daemon did not answer; the lease then has no information on the cache.
         sums: if requested, a checksum per shard of each slot, SUM_BYTES each, 0 for none.
         region_id: the region that the slots lie in; b"" if there are none.
@@ -122,7 +122,7 @@ class Lease:
         self._slots: list[Slot] | None = None
         self.id, self.hits, self.pending, self.packed = found.lease, found.hits, found.pending, found.slots
         self.withheld, self.sums, self.coming, self.eta = found.withheld, found.sums, found.coming, found.eta_ms / 1000
-        self.junction = found.junction
+        self.divergence = found.divergence
         self.region_id = connection.region.id if connection and found.hits else b""
         if found.lease and connection is not None:
             full, count = parts[0]
@@ -230,7 +230,7 @@ def chosen_shards(shards: Sequence[int] | None, own: Sequence[int]) -> Sequence[
     return chosen
 
 
-class Ticket:
+class PendingReservation:
     """A reservation that was requested and is not answered yet.
 
     `resolve` turns a reply into the reservation; None is no answer. `abandon` gives back the grants of a reply after

@@ -8,7 +8,7 @@ import time
 from typing import NamedTuple
 
 from kvcache_client.session import forks
-from kvcache_client.session.bell import readable
+from kvcache_client.session.waker import readable
 from kvcache_proto import __version__, door
 from kvcache_proto.errors import BadFrame, Unavailable
 from kvcache_proto.messages import PROTOCOL_VERSION, Hello, Welcome

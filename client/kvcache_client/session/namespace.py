@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from kvcache_client.session.channel import Channel
 from kvcache_client.session.connection import Connection
 from kvcache_client.session.daemon import LOST, Daemon, ignore
-from kvcache_client.session.grants import Lease, Parts, Reservation, Ticket, chosen_shards, parts_of_hits
+from kvcache_client.session.grants import Lease, Parts, PendingReservation, Reservation, chosen_shards, parts_of_hits
 from kvcache_client.session.replies import wrong_lookup, wrong_reservation
 from kvcache_client.session.settlements import Settlements
 from kvcache_proto import messages as m
@@ -197,11 +197,11 @@ class Namespace:
         reply = self._daemon.call(connection, request, lambda late: self._return_reservation(connection, late))
         return self._reservation(asked, connection, reply, "reserves_unanswered")
 
-    def reserve_later(self, hashes: Sequence[bytes], parent: bytes | None = None, group: int = 0) -> Ticket:
+    def reserve_later(self, hashes: Sequence[bytes], parent: bytes | None = None, group: int = 0) -> PendingReservation:
         """Ask as `reserve` does, and return at once; the ticket gets the answer."""
         return self.reserve_runs_later([m.Run(_listed(hashes), parent)], group)
 
-    def reserve_runs_later(self, runs: Sequence[m.Run], group: int = 0) -> Ticket:
+    def reserve_runs_later(self, runs: Sequence[m.Run], group: int = 0) -> PendingReservation:
         """Request several runs at once, as `reserve_later` does for one: there is one reservation for all of them, of
         at most MAX_BLOCKS blocks together.
 
@@ -212,7 +212,7 @@ class Namespace:
         self._check(hashes, group, MAX_BLOCKS)
         asked = [(self._group(run.group or group), len(run.hashes)) for run in runs]
         connection, number = self._joined()
-        ticket = Ticket(
+        ticket = PendingReservation(
             resolve=lambda reply: self._reservation(asked, connection, reply, "reserves_unanswered"),
             abandon=lambda late: self._return_reservation(connection, late),
             pump=self._daemon.pump,
@@ -358,7 +358,7 @@ class Namespace:
 
     # Faults.
 
-    def distrust(
+    def invalidate(
         self,
         packed: bytes,
         shard: int,
@@ -378,24 +378,24 @@ class Namespace:
 
         def answered(reply: m.Reply | None) -> None:
             if isinstance(reply, m.Error):
-                daemon.log_refusal("distrust", reply)
-            then(list(reply.writers) if isinstance(reply, m.Distrusted) else [])
+                daemon.log_refusal("invalidate", reply)
+            then(list(reply.writers) if isinstance(reply, m.Invalidated) else [])
 
         connection = daemon.connection
         if connection is None or connection.region.id != region_id:
-            daemon.count("distrusts_unsaid")
+            daemon.count("invalidations_unsent")
             then([])
             return
-        request = m.Distrust(0, b"", region_id, packed, shard, int(finding))
-        if not daemon.post(connection, request, "distrusts_unsaid", answered):
+        request = m.Invalidate(0, b"", region_id, packed, shard, int(finding))
+        if not daemon.post(connection, request, "invalidations_unsent", answered):
             then([])
 
-    def remark(self, notes: list[m.Note], group: int = 0) -> bool:
+    def report_misses(self, notes: list[m.MissNote], group: int = 0) -> bool:
         """Send the daemon `notes` that it cannot know otherwise; never waits. Returns whether they were sent."""
         connection, number = self._joined()
         if connection is None:
             return False
-        return self._daemon.post(connection, m.Remark(0, b"", number, notes, group), "notes_unsaid")
+        return self._daemon.post(connection, m.ReportMisses(0, b"", number, notes, group), "notes_unsaid")
 
     def _check(self, hashes: Sequence[bytes], group: int, most: int = MAX_HASHES) -> GroupSpec:
         self._daemon.check_process()

@@ -25,8 +25,8 @@ def wrong_lookup(reply: Acquired, asked: int, pin: bool, shards: int, holds: Hol
         return f"{hits} hits, {reply.pending} pending, {reply.withheld} withheld of {asked} hashes"
     if not 0 <= reply.coming <= asked - hits or reply.eta_ms < (reply.coming > 0):
         return f"{reply.coming} blocks coming in {reply.eta_ms} ms, after {hits} hits of {asked} hashes"
-    if reply.junction and not hits + reply.withheld < reply.junction <= asked:
-        return f"a junction after {reply.junction} of {asked} hashes"
+    if reply.divergence and not hits + reply.withheld < reply.divergence <= asked:
+        return f"a divergence after {reply.divergence} of {asked} hashes"
     if (reply.lease > 0) != bool(pin and hits):
         return f"lease {reply.lease} for {hits} hits"
     if len(reply.sums) not in (0, slots * shards * SUM_BYTES):

@@ -12,7 +12,6 @@ from typing import Any
 import msgspec
 
 from kvcache_client.session import forks
-from kvcache_client.session.bell import Bell
 from kvcache_client.session.connection import Dialer
 from kvcache_client.session.counters import Counters
 from kvcache_client.session.daemon import Daemon, ignore
@@ -21,6 +20,7 @@ from kvcache_client.session.namespace import Namespace
 from kvcache_client.session.region import Region
 from kvcache_client.session.settlements import Settlements
 from kvcache_client.session.supervisor import Supervisor, Telemetry
+from kvcache_client.session.waker import Waker
 from kvcache_proto import messages as m
 from kvcache_proto.endpoint import check_endpoint, default_endpoint
 from kvcache_proto.errors import RegionError
@@ -53,11 +53,11 @@ class Session:
         self.engine, self.label = engine, label
         self._patient = patient
         trusted = server_uids(servers)
-        bell, counters = Bell(), Counters()
-        self.daemon = Daemon(self.endpoint, deadline, connect_timeout, counters, bell.ring)
+        waker, counters = Waker(), Counters()
+        self.daemon = Daemon(self.endpoint, deadline, connect_timeout, counters, waker.wake)
         self._settlements, self._telemetry = Settlements(self.daemon), Telemetry(self.daemon)
-        dialer = Dialer(self.endpoint, engine, label, trusted, counters, bell)
-        self._supervisor = Supervisor(self.daemon, dialer, self._settlements, self._telemetry, bell)
+        dialer = Dialer(self.endpoint, engine, label, trusted, counters, waker)
+        self._supervisor = Supervisor(self.daemon, dialer, self._settlements, self._telemetry, waker)
 
     @classmethod
     def connect(
@@ -199,7 +199,7 @@ class Session:
 
         Raises Unavailable, and the daemon's refusals: NotPermitted for users other than its own.
         """
-        return self.daemon.ask(m.Work(0, b"", tier, batch_bytes, writes, writes_off, removals_off), m.Jobs)
+        return self.daemon.ask(m.PollJobs(0, b"", tier, batch_bytes, writes, writes_off, removals_off), m.Jobs)
 
     def worked(
         self,
@@ -209,8 +209,8 @@ class Session:
         off: str = "",
         writes_off: str = "",
     ) -> None:
-        """Report the results of jobs, from any thread, without waiting; the fields are those of Worked."""
-        report = m.Worked(0, b"", list(found), list(brought), list(written), off, writes_off)
+        """Report the results of jobs, from any thread, without waiting; the fields are those of JobResults."""
+        report = m.JobResults(0, b"", list(found), list(brought), list(written), off, writes_off)
         self.daemon.post(self.daemon.connection, report, "stale_reports")
 
     def ping(self) -> float:

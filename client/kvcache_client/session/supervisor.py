@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping
 
 import zmq
 
-from kvcache_client.session.bell import Bell
 from kvcache_client.session.breaker import Backoff
 from kvcache_client.session.connection import Connection, Dialer
 from kvcache_client.session.counters import Gains
@@ -21,6 +20,7 @@ from kvcache_client.session.daemon import Daemon
 from kvcache_client.session.namespace import Namespace
 from kvcache_client.session.region import Region
 from kvcache_client.session.settlements import Settlements
+from kvcache_client.session.waker import Waker
 from kvcache_proto import messages as m
 from kvcache_proto.errors import ClientError, KVCacheError, Unavailable
 from kvcache_proto.types import Breaker
@@ -62,7 +62,7 @@ class Telemetry:
             gained, sums = self._gains.look()
             if state == self._reported and not gained:
                 return
-            if self._daemon.post(connection, m.Tell(0, b"", state[1], gained), "stale_tells"):
+            if self._daemon.post(connection, m.ReportClient(0, b"", state[1], gained), "stale_tells"):
                 self._gains.note(sums)
                 self._reported = state
 
@@ -71,11 +71,11 @@ class Supervisor:
     """Keeps a session connected, and its namespaces attached."""
 
     def __init__(
-        self, daemon: Daemon, dialer: Dialer, settlements: Settlements, telemetry: Telemetry, bell: Bell
+        self, daemon: Daemon, dialer: Dialer, settlements: Settlements, telemetry: Telemetry, waker: Waker
     ) -> None:
         self.region: Region | None = None  # it stays when the daemon goes, until a next one has another region
         self._daemon, self._dialer, self._settlements, self._telemetry = daemon, dialer, settlements, telemetry
-        self._bell = bell
+        self._waker = waker
         self._backoff = Backoff()
         self._namespaces: list[Namespace] = []
         self._region_callbacks: list[Callable[[Region], None]] = []
@@ -137,13 +137,13 @@ class Supervisor:
     def close(self) -> None:
         """End the thread, the connection, and any suspended one."""
         self._stopping = True
-        self._bell.ring()
+        self._waker.wake()
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join()
         self.leave("closed")
         self._give_up_suspended()
         self._dialer.close()
-        self._bell.close()
+        self._waker.close()
 
     # The thread.
 
@@ -157,12 +157,12 @@ class Supervisor:
             except Exception:  # without this thread a session would never come back, nor take late answers
                 self._daemon.count("keeper_errors")
                 logger.exception("an error in the session's own thread")
-                self._bell.wait([], self._backoff.longest)
+                self._waker.wait([], self._backoff.longest)
 
     def _come_back(self) -> None:
         until = time.monotonic() + self._backoff.next()
         while not self._stopping and (left := until - time.monotonic()) > 0:
-            self._bell.wait([], left)
+            self._waker.wait([], left)
         if not self._stopping:
             self.look_for_daemon()
 
@@ -170,7 +170,7 @@ class Supervisor:
         """Wait until something is due at `connection`, and do it."""
         daemon, channel = self._daemon, connection.channel
         self._telemetry.report(connection)
-        channel.watched = False  # before looking whether it is busy: a post in between rings the bell
+        channel.watched = False  # before looking whether it is busy: a post in between rings the waker
         channel.watched = watched = channel.busy
         probe_at = daemon.breaker.probe_at
         timeout, now = daemon.deadline if watched else self._telemetry.seconds_left(), time.monotonic()
@@ -179,7 +179,7 @@ class Supervisor:
         if probe_at is not None:
             timeout = max(0.0, probe_at - now)
         door = connection.door
-        ready = self._bell.wait([door.connection, *([channel.descriptor] if watched else [])], timeout)
+        ready = self._waker.wait([door.connection, *([channel.descriptor] if watched else [])], timeout)
         if door.connection in ready and not door.still_open():
             self.leave("the door closed")
         elif channel.fault:
@@ -227,7 +227,7 @@ class Supervisor:
         try:
             with self._change:
                 self._adopt_region(connection.region)
-            self._attach_all(connection, restate=connection is suspended)
+            self._attach_all(connection, reclaim=connection is suspended)
         except BaseException:
             connection.close()
             if connection is not suspended:
@@ -244,13 +244,13 @@ class Supervisor:
         session = connection.door.welcome.session
         logger.info("%s to %s as %r, session %d", again, self._dialer.endpoint, self._dialer.engine, session)
 
-    def _attach_all(self, connection: Connection, restate: bool) -> None:
+    def _attach_all(self, connection: Connection, reclaim: bool) -> None:
         """Attach every namespace over `connection`, and put it into use once none is left."""
         tried: set[Namespace] = set()
         while self._daemon.connection is not connection:  # a step that attaches meanwhile does not wait for the daemon
             with self._change:
                 left = [namespace for namespace in self._namespaces if namespace not in tried]
-                if not left and not restate:
+                if not left and not reclaim:
                     self._daemon.connection = connection
             for namespace in left:
                 try:
@@ -258,16 +258,16 @@ class Supervisor:
                 except ClientError as error:
                     namespace.refuse(str(error))
             tried.update(left)
-            if restate:
-                self._restate(connection)
-                restate = False
+            if reclaim:
+                self._reclaim(connection)
+                reclaim = False
 
-    def _restate(self, connection: Connection) -> None:
+    def _reclaim(self, connection: Connection) -> None:
         """Report our state to a next daemon: leases, and the highest reservation in its predecessors' answers."""
         leases = list(connection.leases.items())
-        lost = self._daemon.ask(m.Restate(0, b"", connection.newest_reservation, leases), m.Restated, connection).lost
+        lost = self._daemon.ask(m.Reclaim(0, b"", connection.newest_reservation, leases), m.Reclaimed, connection).lost
         self._daemon.count("sessions_resumed")
-        self._daemon.count("leases_restated", len(leases) - len(lost))
+        self._daemon.count("leases_reclaimed", len(leases) - len(lost))
         self._daemon.count("leases_lost", len(lost))
 
     def _adopt_region(self, region: Region) -> None:

@@ -149,7 +149,7 @@ class Verifier:
             )
             answered.set()
 
-        namespace.distrust(refs, self._reads[0], finding, region.id, log)
+        namespace.invalidate(refs, self._reads[0], finding, region.id, log)
         answered.wait(_PATIENCE)
 
     def close(self) -> None:

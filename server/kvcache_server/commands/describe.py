@@ -14,7 +14,7 @@ _LOST_BELOW = ("blocks_not_brought", "blocks_not_written", "looks_dropped", "wri
 
 
 def describe(figures: Status) -> str:
-    daemon, told = figures.daemon, figures.told
+    daemon, told = figures.daemon, figures.client_counts
     spaces = sorted(figures.namespaces, key=lambda space: -space.bytes)
     hits, asked = sum(space.hit_blocks for space in spaces), sum(space.requested_blocks for space in spaces)
     lines = [

@@ -80,7 +80,7 @@ def _traffic(before: Sample, after: Sample) -> list[Line]:
     seconds = max(after.at - before.at, 1e-9)
 
     gained = partial(_gain, before.figures.counters, after.figures.counters)
-    told = partial(_gain, before.figures.told, after.figures.told)
+    told = partial(_gain, before.figures.client_counts, after.figures.client_counts)
 
     def row(
         name: str, blocks: tuple[float, float] | None, size: tuple[float, float] | None, more: str = ""

@@ -115,7 +115,7 @@ BEGAN = {
     "first": "there was no previous daemon",
     "resized": "size or page_size had changed",
     "no_state": "the previous daemon's state file was missing",
-    "distrusted": "the previous daemon's region could not be trusted and was put aside",
+    "invalidated": "the previous daemon's region could not be trusted and was put aside",
     "": "it found the previous daemon's cache",
 }
 

@@ -30,7 +30,7 @@ from kvcache_server.core.pool import Pool
 from kvcache_server.core.registry import Registry
 from kvcache_server.core.reservations import Reservations
 from kvcache_server.core.retention import Retention, Retentions
-from kvcache_server.core.sampling import Lots, keyed_draw
+from kvcache_server.core.sampling import KeyedHasher, keyed_draw
 from kvcache_server.core.sessions import NOBODY, Engine, Session
 from kvcache_server.core.sweeper import AT_ONCE, Sweeper
 from kvcache_server.core.tiers import Tiers
@@ -78,8 +78,8 @@ class Cache:
             self.rows, seed & ((1 << 63) - 1), geometry.pages if ready_pages is None else ready_pages
         )
         draw = keyed_draw(secret)
-        self.lots = Lots(draw)
-        self.eviction = eviction = Eviction(pool, sweeper, limits, draw, self.lots, policy)
+        self.hasher = KeyedHasher(draw)
+        self.eviction = eviction = Eviction(pool, sweeper, limits, draw, self.hasher, policy)
         self.registry = registry = Registry(pool, eviction, sweeper, limits)
         self.namespaces, self.sessions = registry.namespaces, registry.sessions
         self.lookups = Lookups(pool, eviction.learner, self.effects, limits)
@@ -95,10 +95,10 @@ class Cache:
             m.Settle: self.reservations.settle,
             m.Attach: self._attach,
             m.Detach: registry.detach,
-            m.Distrust: self.invalidation.distrust,
+            m.Invalidate: self.invalidation.invalidate,
             m.Ping: lambda session, request: m.Pong(request.id),
             m.Clear: self._clear,
-            m.Restate: self._restate,
+            m.Reclaim: self._reclaim,
             m.Fence: self._fence,
             m.Retain: self.retentions.retain,
             m.Drop: self.retentions.drop,
@@ -320,7 +320,7 @@ class Cache:
         self._begin_turn(now, Actor(now))
         self.eviction.learner.learn()
         self.registry.tick(now)
-        if self.eviction.frozen and (not self.registry.not_restated or now >= self._grace_until):
+        if self.eviction.frozen and (not self.registry.not_reclaimed or now >= self._grace_until):
             self.eviction.frozen = False
         self.sweeper.add(self.reservations.free_quarantined)
         self.retentions.tick(now)
@@ -352,26 +352,26 @@ class Cache:
         self.sweeper.finish()
 
     def await_sessions(self, sessions: Collection[SessionOpened], now: float) -> None:
-        """Evict nothing until `sessions`, of the last epoch, have restated their leases, or the grace period is
+        """Evict nothing until `sessions`, of the last epoch, have reclaimed their leases, or the grace period is
         over."""
         self.registry.expect(sessions, now)
         self.eviction.frozen = bool(sessions)
         self._grace_until = now + self.limits.grace
 
-    def _restate(self, session: Session, request: m.Restate) -> m.Restated:
+    def _reclaim(self, session: Session, request: m.Reclaim) -> m.Reclaimed:
         """Restore the leases of a resumed session, and the reservations whose replies it received.
 
-        It may restate once. Raises NotPermitted if the session has nothing to restate; then nothing has changed.
+        It may reclaim once. Raises NotPermitted if the session has nothing to reclaim; then nothing has changed.
         """
-        if not session.may_restate:
-            raise NotPermitted(f"session {session.id} has nothing to restate: it has not resumed since it last did")
-        session.may_restate = False
+        if not session.may_reclaim:
+            raise NotPermitted(f"session {session.id} has nothing to reclaim: it has not resumed since it last did")
+        session.may_reclaim = False
         self.reservations.abandon_undelivered(session, request.heard)
         former = self.registry.take_former(session.id)
-        lost = self.lookups.restate(session, request, former)
+        lost = self.lookups.reclaim(session, request, former)
         self.registry.end_leases_of(former)
-        self.registry.not_restated.discard(session.id)
-        return m.Restated(request.id, lost)
+        self.registry.not_reclaimed.discard(session.id)
+        return m.Reclaimed(request.id, lost)
 
     # Operators.
 

@@ -33,7 +33,7 @@ CLASSES, CLASS_MASK, OFTEN = 3, 3, 2  # OFTEN is the class of blocks requested m
 NEXT_TICK = 4  # the difference between two times
 TICKS_PER_SECOND = NEXT_TICK << 20
 FIRST_TICK = 1 << 59  # of a clock at 0 s: ticks of older releases are smaller, and only an order
-GOES_FIRST = NEXT_TICK  # the tick of a block that is evicted before all others
+EVICT_FIRST = NEXT_TICK  # the tick of a block that is evicted before all others
 NO_LEAF, NOT_RANKED = 1 << 62, 0  # `Order.coldest`
 SPARE = 1024  # stale entries of an order that are tolerated
 _DESCENTS = 16  # per visit
@@ -69,7 +69,7 @@ class Block(msgspec.Struct, gc=False, order=True):
 
     @property
     def is_found(self) -> bool:
-        """Whether lookups find it. A distrusted block may be visible nevertheless, because it is being read."""
+        """Whether lookups find it. A invalidated block may be visible nevertheless, because it is being read."""
         return self.account.group.visible.get(self.hash) is self
 
     def link(self, parent: Block) -> None:
@@ -395,7 +395,7 @@ class Group:
         block.account.leave(block)
         if parent is not None and parent is not self.root:
             useless = parent.child is None and self.above.leaf_is_useless and not self.above.is_proof(parent)
-            parent.tick = GOES_FIRST if useless else later(parent.tick, block.tick)
+            parent.tick = EVICT_FIRST if useless else later(parent.tick, block.tick)
             parent.account.enter(parent)
         return trusted
 
@@ -414,7 +414,7 @@ class Group:
         return self.spec.followed and above is not None and above is not self.root and self.can_continue(above)
 
     @staticmethod
-    def may_go(block: Block) -> bool:
+    def is_evictable(block: Block) -> bool:
         """Whether the block may be evicted: it has no children and no pins."""
         return not block.pins and block.child is None and block.visible and block.parent is not None
 

@@ -157,7 +157,7 @@ def _check_retentions(cache: Cache) -> list[Lease]:
             assert (held is None) == (each.group.spec.kind == TAIL), "a retention without a block of its full group"
             assert held is None or held.hash == each.names[each.held - 1], "retains another block than it names"
             assert all(block.visible for block in each.lease.blocks), "retains what is hidden"
-            assert retentions.doubted or each.sound, "retains what is distrusted"
+            assert retentions.doubted or each.sound, "retains what is invalidated"
     return leases
 
 
@@ -165,8 +165,8 @@ def _check_group(cache: Cache, group: Group, pins: Counter[int], living: dict[in
     assert not group.visible.keys() & group.pending.keys(), "a hash both visible and pending"
     roots = (group.above.root, *cache.reservations.orphaned.values())
     tree = [each for root in roots for each in root.subtree()[1:] if each.account.group is group]
-    distrusted = [block for block in tree if block.visible and not block.is_found]
-    blocks = [*group.visible.values(), *(grant.block for grant in group.pending.values()), *distrusted]
+    invalidated = [block for block in tree if block.visible and not block.is_found]
+    blocks = [*group.visible.values(), *(grant.block for grant in group.pending.values()), *invalidated]
     assert len(tree) == len(blocks) and {id(b) for b in tree} == {id(b) for b in blocks}, "the tree is not the index"
     about_to_be_shown = {id(block) for block in cache.reservations.showing}
     queued = {id(block) for account in cache.eviction.fair_share.accounts for block in account.entries()}
@@ -176,7 +176,7 @@ def _check_group(cache: Cache, group: Group, pins: Counter[int], living: dict[in
         assert block.parent is not None
         if block.visible:
             below = [each for each in block.children() if each.is_found]
-            assert block.is_found or not below or group.above.severed, "found below what is distrusted"
+            assert block.is_found or not below or group.above.severed, "found below what is invalidated"
             assert (block.queued > UNQUEUED) == (id(block) in queued)
         else:
             found = group.pending[block.hash].ready and group.reaches(block.parent)
@@ -215,7 +215,7 @@ def _check_all_pages(cache: Cache, living: dict[int, Block]) -> None:
             assert id(block) in living, "a block that nothing can free"
             if block.visible and not block.is_found:
                 # The next daemon learns of cleared blocks from the state file.
-                assert row is None or id(block) in cleared, "a distrusted block that the next daemon would find"
+                assert row is None or id(block) in cleared, "a invalidated block that the next daemon would find"
         if id(block) in living:
             assert pages == block.account.group.pages, "a block of another size"
             if row is not None:

@@ -12,11 +12,11 @@ from functools import partial
 from itertools import islice
 
 from kvcache_proto.errors import BadArgument, UnknownHandle
-from kvcache_proto.messages import Distrust, Distrusted
+from kvcache_proto.messages import Invalidate, Invalidated
 from kvcache_proto.types import MAX_BLOCKS, REF_BYTES, Finding, Verdict
 from kvcache_server.core.effects import CLEARED, NamespaceEmptied
 from kvcache_server.core.eviction.policy import Eviction
-from kvcache_server.core.index import GOES_FIRST, GONE, Block, BottomUp, Group
+from kvcache_server.core.index import EVICT_FIRST, GONE, Block, BottomUp, Group
 from kvcache_server.core.journal import NamespaceCleared
 from kvcache_server.core.limits import STEP
 from kvcache_server.core.pool import Pool
@@ -43,7 +43,7 @@ class Invalidation:
         self._reservations, self._sweeper = reservations, sweeper
         self._effects, self._counters = sweeper.effects, sweeper.effects.counters
 
-    def distrust(self, session: Session, request: Distrust) -> Distrusted:
+    def invalidate(self, session: Session, request: Invalidate) -> Invalidated:
         """Hide the blocks named in `request` and all below them, and report which engine stored them.
 
         The number of blocks in the reply does not include those that the sweeper has not reached.
@@ -57,7 +57,7 @@ class Invalidation:
             raise BadArgument(f"{len(request.slots)} bytes of references: {REF_BYTES} each, at most {MAX_BLOCKS}")
         if request.finding not in list(Finding):
             raise BadArgument(f"finding {request.finding}: one of {', '.join(str(int(each)) for each in Finding)}")
-        finding, before = Finding(request.finding), self._counters["blocks_distrusted"]
+        finding, before = Finding(request.finding), self._counters["blocks_invalidated"]
         stored_by: list[tuple[str, int]] = []
         writers = {number: writers for writers, number in self._reservations.writers.items()}
         for at in range(0, len(request.slots), REF_BYTES):
@@ -69,14 +69,14 @@ class Invalidation:
             stored_by.append(self._writer(writers, block, request.shard))
             if block.is_found:  # else it is hidden already
                 self._counters[_COUNTERS[finding]] += 1
-                self._counters["blocks_distrusted"] += 1
+                self._counters["blocks_invalidated"] += 1
                 self._reservations.hide(block, finding.name.lower())
                 # The row goes first: the next daemon must find none of them, and this one least of all.
                 trunk = block.account.group.above
                 trunk.severed += 1
                 self.under_way += 1
                 self._sweeper.add(partial(self._remove_below, trunk, BottomUp(block), finding.name.lower()))
-        return Distrusted(request.id, self._counters["blocks_distrusted"] - before, stored_by)
+        return Invalidated(request.id, self._counters["blocks_invalidated"] - before, stored_by)
 
     def _writer(self, writers: Mapping[int, Sequence[int]], block: Block, shard: int) -> tuple[str, int]:
         """Return the engine, and the session that wrote the shard or, if that has ended, the one that reserved it."""
@@ -129,7 +129,7 @@ class Invalidation:
         if below is not None and (not below.visible or below.is_found):
             return True  # it is new, or it was never visited: those that stay are hidden
         if block.is_found:
-            self._counters["blocks_distrusted"] += 1
+            self._counters["blocks_invalidated"] += 1
             self._reservations.hide(block, cause)
         self._remove(block)
         return False
@@ -178,7 +178,7 @@ class Invalidation:
 
     def _remove(self, block: Block) -> None:
         """Remove a hidden block, or keep it if it is in use."""
-        block.tick = GOES_FIRST
+        block.tick = EVICT_FIRST
         if not self._is_in_use(block):
             self._eviction.discard(block)
             return
@@ -187,6 +187,6 @@ class Invalidation:
         self.kept.append(block)
 
     def _is_in_use(self, block: Block) -> bool:
-        """Whether it must stay. Until engines have restated their leases after a restart, any block may be being
+        """Whether it must stay. Until engines have reclaimed their leases after a restart, any block may be being
         read."""
         return block.pins != 0 or block.child is not None or self._eviction.frozen

@@ -18,16 +18,16 @@ from kvcache_server.core.pool import Pool
 from kvcache_server.core.sessions import Asked, Namespace, Session
 from kvcache_server.core.tiers import Tiers
 
-MOST_RESTATED = 1 << 16  # blocks examined per restate: some milliseconds
-MOST_NAMED = 1 << 11  # leases and references examined per restate, together
+MOST_RECLAIMED = 1 << 16  # blocks examined per reclaim: some milliseconds
+MOST_NAMED = 1 << 11  # leases and references examined per reclaim, together
 
 
 class _Match(NamedTuple):
     """The blocks that match a lookup.
 
     `chain` are blocks of the full group, `tails` those that the engine needs to continue after `hits` blocks. See
-    Acquired for `pending`, `withheld` and `junction`. `proof` is the block that follows the hits, if there must be one:
-    it counts as used, although the engine gets no reference to it.
+    Acquired for `pending`, `withheld` and `divergence`. `proof` is the block that follows the hits, if there must be
+    one: it counts as used, although the engine gets no reference to it.
     """
 
     chain: list[Block]
@@ -36,7 +36,7 @@ class _Match(NamedTuple):
     pending: int = 0
     withheld: int = 0
     proof: Block | None = None
-    junction: int = 0
+    divergence: int = 0
 
     @property
     def used(self) -> list[Block]:
@@ -84,9 +84,9 @@ class Lookups:
         """Return the match of a lookup in all groups of a namespace with tails; its full group has `chain`."""
         hashes, start, tails = request.hashes, request.start, group.tails
         most = most_pending = len(hashes)
-        junction = 0
+        divergence = 0
         if group is not tails[0]:
-            junction = most = len(chain) - group.spec.followed
+            divergence = most = len(chain) - group.spec.followed
             most_pending = most + group.pending_after(hashes, len(chain))
         else:
             chain = []
@@ -104,7 +104,7 @@ class Lookups:
                 break
             end, needed = boundary(tails, hashes, affordable, start)
         proof = chain[end] if end and group.spec.followed else None
-        beyond = junction if junction > whole else 0
+        beyond = divergence if divergence > whole else 0
         return _Match(chain[:end], end, needed, max(soon - whole, 0), whole - end, proof, beyond)
 
     def _answer(
@@ -133,7 +133,7 @@ class Lookups:
             self._refusals["quota"] += withheld
             pending = coming = eta = 0
         if not hits:
-            return m.Acquired(request.id, 0, 0, pending, b"", withheld, b"", coming, eta, match.junction)
+            return m.Acquired(request.id, 0, 0, pending, b"", withheld, b"", coming, eta, match.divergence)
         if request.pin:
             self.last = lease = self.last + 1
             session.pin(lease, chain[-1] if chain else None, size, cover, tails)
@@ -145,7 +145,7 @@ class Lookups:
             sums = b"".join([self._sums([block]) for block in blocks])
         elif request.verify and self.checksums:
             sums = self.checksums.read(slots, group.sum_offsets, self._pool.locate_if_scattered)
-        return m.Acquired(request.id, lease, hits, pending, slots, withheld, sums, coming, eta, match.junction)
+        return m.Acquired(request.id, lease, hits, pending, slots, withheld, sums, coming, eta, match.divergence)
 
     def _note_asked(
         self, session: Session, request: m.Acquire, namespace: Namespace, group: Group, match: _Match
@@ -218,23 +218,23 @@ class Lookups:
 
     # After a restart, or a lost connection.
 
-    def restate(self, session: Session, request: m.Restate, former: Session | None) -> list[int]:
+    def reclaim(self, session: Session, request: m.Reclaim, former: Session | None) -> list[int]:
         """Restore the leases that a resumed session reports; return the numbers of those that are lost.
 
         Leases that it had as `former`, before its connection was lost, are its own again. For others, the limits of new
         leases apply: those beyond `max_leases` or the pin quota are lost, as are leases whose blocks are gone, and
-        those for which more than MOST_RESTATED blocks or MOST_NAMED references would have to be examined.
+        those for which more than MOST_RECLAIMED blocks or MOST_NAMED references would have to be examined.
         """
         lost, others = [], []
         held = former.leases if former is not None else {}
         for number, refs in request.leases:
             if number in held and refs == b"".join([block.ref for block in held[number].blocks]):
                 session.leases[number] = held.pop(number)
-                self._counters["leases_restated"] += 1
+                self._counters["leases_reclaimed"] += 1
             else:
                 others.append((number, refs))
         pins = session.engine.pins
-        pins.uncover(MOST_RESTATED)
+        pins.uncover(MOST_RECLAIMED)
         ended = sum(lease.bytes + lease.beside for lease in held.values())
         chains = _Chains()
         numbers = {number for number, _ in others}
@@ -262,16 +262,16 @@ class Lookups:
                 continue
             session.pin(number, block, size, 0, blocks)
             taken.add(number)
-            self._counters["leases_restated"] += 1
+            self._counters["leases_reclaimed"] += 1
         self._counters["leases_lost"] += len(lost)
         return lost
 
 
 class _Chains:
-    """The distinct blocks of chains that are pinned again; MOST_RESTATED are examined at most."""
+    """The distinct blocks of chains that are pinned again; MOST_RECLAIMED are examined at most."""
 
     def __init__(self) -> None:
-        self._left = MOST_RESTATED
+        self._left = MOST_RECLAIMED
         self._counted: set[int] = set()  # ids: the blocks are pinned meanwhile
 
     def add(self, end: Block, room: int) -> int | None:

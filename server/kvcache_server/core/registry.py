@@ -25,10 +25,10 @@ OPERATORS = 16  # sessions beyond max_sessions that are reserved for operators
 
 
 class Registry:
-    """Attributes: `disconnected` are the sessions whose door has closed but whose process may live. `not_restated` are
-    sessions of the last epoch that have not restated their leases. `leaving` has sessions as they were when their door
-    closed, with leases that have not been restated yet, and when these end. `ended` are sessions whose leases are being
-    released.
+    """Attributes: `disconnected` are the sessions whose connection has closed but whose process may live.
+    `not_reclaimed` are sessions of the last epoch that have not reclaimed their leases. `leaving` has sessions as they
+    were when their connection closed, with leases that have not been reclaimed yet, and when these end. `ended` are
+    sessions whose leases are being released.
     """
 
     def __init__(self, pool: Pool, eviction: Eviction, sweeper: Sweeper, limits: Limits) -> None:
@@ -37,7 +37,7 @@ class Registry:
         self.engines: dict[str, Engine] = {}
         self.sessions: dict[int, Session] = {}
         self.disconnected: dict[int, Session] = {}
-        self.not_restated: set[int] = set()
+        self.not_reclaimed: set[int] = set()
         self.leaving: dict[int, tuple[float, Session]] = {}
         self.ended: list[Session] = []
         self.last_namespace = self.last_engine = self.last_session = 0
@@ -67,14 +67,14 @@ class Registry:
         return self.last_session
 
     def resume(self, number: int, label: str, now: float, user: int = NOBODY) -> None:
-        """Resume a disconnected session, which may restate its leases. Raises UnknownHandle if it has ended."""
+        """Resume a disconnected session, which may reclaim its leases. Raises UnknownHandle if it has ended."""
         former = self.disconnected.pop(number, None)
         if former is None:
             raise UnknownHandle(f"session {number} cannot be resumed: it has ended")
         former.engine.disconnected.discard(number)
         if number in self.leaving:
             self.leaving[number] = now + self.limits.grace, self.leaving.pop(number)[1]
-        self._enter(Session(number, former.engine, label, now, user, may_restate=True))
+        self._enter(Session(number, former.engine, label, now, user, may_reclaim=True))
         self._counters["sessions_resumed"] += 1
 
     def _enter(self, session: Session) -> None:
@@ -83,12 +83,12 @@ class Registry:
     def disconnect(self, number: int, now: float) -> None:
         """Note that the door of a session has closed. Its process may live, still write, and still read.
 
-        So it keeps its reservations, and for the grace period its leases, which it may restate.
+        So it keeps its reservations, and for the grace period its leases, which it may reclaim.
         """
         session = self.sessions.pop(number)
         engine = session.engine
         del engine.sessions[number]
-        if number in self.leaving:  # it has not restated those that it had before
+        if number in self.leaving:  # it has not reclaimed those that it had before
             self.end_leases_of(session)
         elif session.leases:
             self.leaving[number] = now + self.limits.grace, session
@@ -96,20 +96,20 @@ class Registry:
             engine.note_writers(namespace)
         session.attached.clear()  # it may outlive the namespaces
         self._note_disconnected(session)
-        if not session.may_restate:
-            self.not_restated.discard(number)
+        if not session.may_reclaim:
+            self.not_reclaimed.discard(number)
 
     def holders(self) -> list[Session]:
         """Return the sessions that may have leases."""
         return [*self.sessions.values(), *(session for _, session in self.leaving.values()), *self.ended]
 
     def take_former(self, number: int) -> Session | None:
-        """Remove and return a session as it was when its door closed, if it has leases that were not restated; else
+        """Remove and return a session as it was when its door closed, if it has leases that were not reclaimed; else
         None."""
         return self.leaving.pop(number)[1] if number in self.leaving else None
 
     def end_leases_of(self, session: Session | None) -> None:
-        """End the leases of a session that has ended, or has restated them."""
+        """End the leases of a session that has ended, or has reclaimed them."""
         if session is not None and session.leases:
             self.ended.append(session)
             self._sweeper.add(self._end_some_leases)
@@ -141,14 +141,14 @@ class Registry:
         self.end_leases_of(self.take_former(number))
         engine = self.disconnected.pop(number).engine
         engine.disconnected.discard(number)
-        self.not_restated.discard(number)
+        self.not_reclaimed.discard(number)
         return engine
 
     def expect(self, sessions: Iterable[SessionOpened], now: float) -> None:
         """Add `sessions` of the last epoch, which may come back, as disconnected."""
         for each in sessions:
             self._note_disconnected(Session(each.number, self.engine(each.engine), each.label, now, each.user))
-        self.not_restated = set(self.disconnected)
+        self.not_reclaimed = set(self.disconnected)
 
     # Engines and namespaces.
 

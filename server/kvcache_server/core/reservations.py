@@ -18,7 +18,7 @@ from kvcache_server.core.effects import Shown
 from kvcache_server.core.eviction.policy import Eviction
 from kvcache_server.core.index import (
     CLASSES,
-    GOES_FIRST,
+    EVICT_FIRST,
     GONE,
     HIDDEN,
     Account,
@@ -175,7 +175,7 @@ class Reservations:
             answer, block = self._grant(reservation, account, parent, block_hash)
             answers.append(answer)
             if block is None and group.leaf_is_useless and parent.child is None:
-                parent.tick = GOES_FIRST  # the engine stops here, and saves no tail
+                parent.tick = EVICT_FIRST  # the engine stops here, and saves no tail
                 self._eviction.drop(parent)
             parent = block
 

@@ -22,7 +22,7 @@ from kvcache_proto.types import FULL, check_hashes
 from kvcache_server import status
 from kvcache_server.core.effects import Hinted
 from kvcache_server.core.eviction.policy import DROPPED, Eviction
-from kvcache_server.core.index import GOES_FIRST, Block, Group
+from kvcache_server.core.index import EVICT_FIRST, Block, Group
 from kvcache_server.core.invalidation import Invalidation
 from kvcache_server.core.journal import PinEnded, PinMade
 from kvcache_server.core.limits import LOOK, STEP, Limits
@@ -230,7 +230,7 @@ class Retentions:
             self._eviction.evict_tails(block, DROPPED)
             if block.child is not below or (below is not None and below.next is not None):
                 break
-            block.tick = GOES_FIRST
+            block.tick = EVICT_FIRST
             below = block
             dropped += 1
         if dropped:

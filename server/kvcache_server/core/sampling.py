@@ -40,14 +40,14 @@ def split(hashes: bytes, size: int, places: Sequence[int]) -> list[bytes]:
     return found
 
 
-LotArray = NDArray[np.uint64]
+HashArray = NDArray[np.uint64]
 _WORDS = MAX_HASH_BYTES // 4
 _HALF = np.uint64(32)
 _MIX, _MIX_SHIFT = np.uint64(0xFF51AFD7ED558CCD), np.uint64(33)
 
 
-class Lots:
-    """Draws the lots of many hashes at once: for 1,000, in the time that `Draw` takes for 30.
+class KeyedHasher:
+    """Computes keyed hashes of many hashes at once: for 1,000, in the time that `Draw` takes for 30.
 
     It hashes multilinearly (Lemire and Kaser, "Strongly universal string hashing is fast", 2014), with keys that no
     client knows. The halves of the result are mixed as in MurmurHash3: otherwise counters, which are no digests, would
@@ -59,7 +59,7 @@ class Lots:
         keys = [draw(b"a key of lots" + bytes([at])) for at in range(2 * _WORDS)]
         self._keys = np.array(keys, np.uint64).reshape(_WORDS, 2)
 
-    def of(self, hashes: bytes | bytearray, size: int, salt: bytes = b"") -> LotArray:
+    def of(self, hashes: bytes | bytearray, size: int, salt: bytes = b"") -> HashArray:
         """Return 64 bits for each of `hashes`, which have `size` bytes each and no gaps; others with another salt."""
         odd = -size % 4
         if odd:
@@ -68,7 +68,7 @@ class Lots:
         else:
             words = np.frombuffer(hashes, np.uint32).reshape(-1, size // 4)
         halves = (words.astype(np.uint64) @ self._keys[: words.shape[1]]) >> _HALF  # modulo 2^64
-        lots: LotArray = (halves[:, 0] << _HALF | halves[:, 1]) ^ np.uint64(self._draw(salt))
-        lots ^= lots >> _MIX_SHIFT
-        lots *= _MIX
-        return lots ^ lots >> _MIX_SHIFT
+        keyed: HashArray = (halves[:, 0] << _HALF | halves[:, 1]) ^ np.uint64(self._draw(salt))
+        keyed ^= keyed >> _MIX_SHIFT
+        keyed *= _MIX
+        return keyed ^ keyed >> _MIX_SHIFT

@@ -141,7 +141,7 @@ class Session:
     opened: float
     user: int = NOBODY
     is_operator: bool = False
-    may_restate: bool = False  # it has resumed, and has not restated its leases
+    may_reclaim: bool = False  # it has resumed, and has not reclaimed its leases
     attached: dict[int, tuple[Namespace, tuple[int, ...]]] = field(default_factory=dict)
     leases: dict[int, Lease] = field(default_factory=dict)
 

@@ -41,8 +41,8 @@ RESERVATION = (Step("open", "settle", "settled", "the last shard of its last slo
 
 LEASE = (
     Step("held", "release", "released", "the session releases it, ends, or stays away for too long"),
-    Step("held", "restate", "held", "the session has resumed, and reports that it still holds the lease"),
-    Step("held", "lose", "lost", "when the session restates it, the block is gone, or the quota is exhausted"),
+    Step("held", "reclaim", "held", "the session has resumed, and reports that it still holds the lease"),
+    Step("held", "lose", "lost", "when the session reclaims it, the block is gone, or the quota is exhausted"),
 )
 
 TABLES = {"slot": SLOT, "shard": SHARD, "reservation": RESERVATION, "lease": LEASE}

@@ -29,7 +29,7 @@ from kvcache_server.tiering.tiering import Tiering
 log = logging.getLogger(__name__)
 
 ACQUIRE_SECONDS = (5e-6, 1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 0.02, 0.1)  # upper bounds of buckets
-UNANSWERED = (m.Release, m.Detach, m.Tell, m.Remark, m.Worked)
+UNANSWERED = (m.Release, m.Detach, m.ReportClient, m.ReportMisses, m.JobResults)
 HELD = 0.5  # seconds for which a tier's request for work waits for a job
 
 
@@ -54,7 +54,7 @@ class Answers:
         self.background = Background(loop, cache, end_turn, self.failed)
         self._slow_queue = SlowQueue(loop, self._answer_in_turn)
         self._cache, self._insight, self._tiering, self._sessions = cache, insight, tiering, sessions
-        self._held: dict[int, tuple[Connection, bytes, m.Work, float]] = {}  # requests for work, by session
+        self._held: dict[int, tuple[Connection, bytes, m.PollJobs, float]] = {}  # requests for work, by session
         self._deliver, self._end_turn = deliver, end_turn
         self._tokens = sessions.tokens
         self._request_socket: RequestSocket
@@ -102,7 +102,7 @@ class Answers:
                 return
             answer = self._begin(session, request, now)
             if answer is None:
-                if type(request) is m.Work:
+                if type(request) is m.PollJobs:
                     self._hold(session, sender, frame, request, now)
                 return
             if type(answer) is not m.Acquired and isinstance(answer, Generator):
@@ -125,7 +125,7 @@ class Answers:
             return None
         return self._cache.answer(session, request, now)
 
-    def _hold(self, session: int, sender: Connection, frame: bytes, request: m.Work, now: float) -> None:
+    def _hold(self, session: int, sender: Connection, frame: bytes, request: m.PollJobs, now: float) -> None:
         """Keep a tier's request for work until there is a job, and answer an earlier request."""
         earlier = self._held.pop(session, None)
         self._held[session] = sender, frame, request, now
@@ -201,8 +201,8 @@ class Answers:
             cleared(getattr(request, "namespace", ""), reply.blocks, self._sessions.name(session))
         elif type(reply) is m.Fenced:
             operations.fenced_off(getattr(request, "session", 0), self._sessions.name(session))
-        elif type(reply) is m.Distrusted and type(request) is m.Distrust:
-            operations.distrusted(request, reply, session, self._sessions.name(session))
+        elif type(reply) is m.Invalidated and type(request) is m.Invalidate:
+            operations.invalidated(request, reply, session, self._sessions.name(session))
         return encode(reply)
 
     def _refusal(self, session: int, request: m.Request | None, error: Exception) -> bytes | None:

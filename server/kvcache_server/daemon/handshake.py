@@ -15,8 +15,8 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from kvcache_proto import __version__, door
-from kvcache_proto.codec import MAX_DOOR_FRAME, decode_door
-from kvcache_proto.endpoint import door_path
+from kvcache_proto.codec import MAX_HANDSHAKE_FRAME, decode_handshake
+from kvcache_proto.endpoint import handshake_path
 from kvcache_proto.errors import BadArgument, BadFrame, KVCacheError, NotPermitted, Unavailable, VersionMismatch
 from kvcache_proto.messages import OLDEST_VERSION, PROTOCOL_VERSION, SPOKEN, Error, Hello, Welcome
 from kvcache_proto.types import MAX_NAME, PoolGeometry
@@ -85,7 +85,7 @@ class Door:
         self._attached: dict[int, DoorConnection] = {}  # by session
         self.refused: Counter[str] = Counter()  # and connections that failed, by reason
         self._lines = Rate(LINES_A_MINUTE / 60, LINES_A_MINUTE)
-        self.listener = Listener(loop, door_path(endpoint), endpoint, self._enter, self._count)
+        self.listener = Listener(loop, handshake_path(endpoint), endpoint, self._enter, self._count)
         self.allow_users((), (), None)
 
     def allow_users(self, uids: tuple[int, ...], gids: tuple[int, ...], rate: Rate | None) -> None:
@@ -127,7 +127,7 @@ class Door:
 
     def _receive(self, connection: DoorConnection) -> None:
         try:
-            data = connection.sock.recv(door.LENGTH.size + MAX_DOOR_FRAME)
+            data = connection.sock.recv(door.LENGTH.size + MAX_HANDSHAKE_FRAME)
         except BlockingIOError:
             return
         except OSError:
@@ -232,7 +232,7 @@ def _whole_frame(heard: bytearray) -> bytes | None:
 
 
 def _hello(frame: bytes) -> Hello:
-    hello = decode_door(frame)
+    hello = decode_handshake(frame)
     if not isinstance(hello, Hello):
         raise BadFrame(f"expected a hello, got a {type(hello).__name__.lower()}")
     # A client that is one version ahead still speaks our version.

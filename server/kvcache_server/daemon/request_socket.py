@@ -14,7 +14,7 @@ import socket
 import time
 from collections.abc import Callable
 
-from kvcache_proto.codec import MAX_DOOR_FRAME, MAX_FRAME
+from kvcache_proto.codec import MAX_FRAME, MAX_HANDSHAKE_FRAME
 from kvcache_proto.endpoint import socket_path, token_of
 from kvcache_proto.errors import BadFrame, BadToken
 from kvcache_server.status import Connections
@@ -217,7 +217,7 @@ class RequestSocket(ZmtpServer[Connection]):
 
     def limit_of(self, routing_id: bytes) -> int:
         """Return the size in bytes of the longest frame that a peer with this routing id may send at first."""
-        return MAX_FRAME if token_of(routing_id) in self._tokens else MAX_DOOR_FRAME
+        return MAX_FRAME if token_of(routing_id) in self._tokens else MAX_HANDSHAKE_FRAME
 
     def _show_token(self, connection: Connection) -> None:
         """Bind a connection whose handshake is complete, if its routing id has a token."""

@@ -98,8 +98,8 @@ class Service:
             opened_so_far.callback(self._request_socket.close)
             self._answers.connect(self._request_socket, self._admin_ops)
             geometry = self._region.geometry
-            self._door = Door(self._loop, config.endpoint, self._region.fd, geometry, self._admit, self._leave)
-            opened_so_far.callback(self._door.close)
+            self._handshake = Door(self._loop, config.endpoint, self._region.fd, geometry, self._admit, self._leave)
+            opened_so_far.callback(self._handshake.close)
             if config.http:
                 from kvcache_server.http.app import HttpApp  # aiohttp takes memory that a daemon without it can use
 
@@ -112,7 +112,7 @@ class Service:
 
     def _allow_users(self, config: Config) -> None:
         """Allow only the users and groups in `config` to connect to the sockets. Raises OSError."""
-        self._door.allow_users(config.allow_uids, config.allow_gids, rate_of(config))
+        self._handshake.allow_users(config.allow_uids, config.allow_gids, rate_of(config))
         self._request_socket.listener.allow_users(config.allow_uids, config.allow_gids)
         if self._publisher is not None:
             self._publisher.allow_users(config.allow_uids, config.allow_gids)
@@ -199,7 +199,7 @@ class Service:
 
     def _connection_lost(self, session: int) -> None:
         """End the session: its client may not have read the last replies."""
-        self._door.disconnect_soon(session)
+        self._handshake.disconnect_soon(session)
 
     def _leave(self, session: int) -> None:
         """End a session whose door has closed, after its earlier requests are done."""
@@ -213,7 +213,7 @@ class Service:
 
     def _disconnect(self, session: int) -> None:
         """End the session now: its client has reconnected."""
-        self._door.disconnect(session)
+        self._handshake.disconnect(session)
         self._request_socket.cut_short(session)
 
     # Timers.
@@ -237,7 +237,7 @@ class Service:
 
     def _look_after_sockets(self) -> None:
         """Stop if a socket's file was removed: clients cannot find the daemon; the next start creates it again."""
-        for each in (self._request_socket.listener, self._door.listener):
+        for each in (self._request_socket.listener, self._handshake.listener):
             if not each.is_ours() and self._failure is None:
                 what = f"{each.path} was removed or replaced"
                 log.error("%s: no client can attach any more; stopping", what)
@@ -275,7 +275,7 @@ class Service:
             acquire=self._answers.acquire,
             errors=dict(self._answers.errors),
             drops=dict(self._answers.drops),
-            door_refused=dict(self._door.refused),
+            door_refused=dict(self._handshake.refused),
             connections=self._request_socket.figures(),
             integrity=self._admin_ops.integrity,
             http=self._http.figures() if self._http else None,

@@ -9,7 +9,7 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from kvcache_proto.messages import Distrust, Distrusted
+from kvcache_proto.messages import Invalidate, Invalidated
 from kvcache_proto.sizes import format_size
 from kvcache_proto.types import Finding
 from kvcache_server import logs
@@ -122,14 +122,14 @@ class AdminOps:
             self.cleared(namespace, self._unsaid, who)
             self._cleared_at, self._unsaid = now, 0
 
-    def distrusted(self, request: Distrust, reply: Distrusted, session: int, who: str) -> None:
+    def invalidated(self, request: Invalidate, reply: Invalidated, session: int, who: str) -> None:
         if not reply.blocks:
             return
         writers = sorted({f"engine {engine} (session {number})" for engine, number in reply.writers if engine})
         log.error(
             "shard %d of cached blocks is wrong (%s), found by %s, stored by %s; with descendants, %d are forgotten",
             *(request.shard, Finding(request.finding).name.lower(), who, ", ".join(writers), reply.blocks),
-            extra={"fields": {"event": "distrust", "session": session, "writers": writers, "blocks": reply.blocks}},
+            extra={"fields": {"event": "invalidate", "session": session, "writers": writers, "blocks": reply.blocks}},
         )
 
     def fence_off(self, session: int, who: str) -> int:

@@ -44,7 +44,7 @@ _REFUSED = (*(each.name.lower() for each in Refusal if each > Refusal.IN_FLIGHT)
 _CUTS = ("bad_protocol", "crowded_out", "not_permitted")  # of connections to the wire and to KV events
 _FINDINGS = {Finding.CORRUPT: "blocks_corrupt", Finding.DIFFERENT: "canary_mismatches"}
 # Counters that have a metric of their own, in another form.
-_TOLD = {"blocks_evicted", "blocks_cleared", "blocks_distrusted", "blocks_recovered"}
+_TOLD = {"blocks_evicted", "blocks_cleared", "blocks_invalidated", "blocks_recovered"}
 _TOLD |= {*_FINDINGS.values()}
 _BREAKERS = (*(each.name.lower() for each in Breaker), "unknown")  # unknown: clients of 0.1, or only just attached
 _COPIED = {"load": ("loaded_bytes", "load_us"), "save": ("saved_bytes", "save_us")}
@@ -76,7 +76,7 @@ class _Figures(Collector):
         yield from _namespaces(figures.namespaces)
         yield from _lookups(figures)
         yield from _hints(figures.hints)
-        yield from _told(figures.told)
+        yield from _told(figures.client_counts)
 
 
 @cache
@@ -147,7 +147,7 @@ def _pool(figures: Status, pool: status.Pool) -> Iterator[Metric]:
     blocks = {"visible": pool.blocks, "writing": pool.blocks_writing, "hidden": pool.blocks_hidden}
     yield _gauge("blocks", "Blocks by state; hidden ones wait for their parent", blocks, "state")
     causes = {cause: figures.evictions.get(cause, 0) for cause in EVICTED_FOR}
-    causes |= {cause: figures.counters.get(f"blocks_{cause}", 0) for cause in ("cleared", "distrusted")}
+    causes |= {cause: figures.counters.get(f"blocks_{cause}", 0) for cause in ("cleared", "invalidated")}
     yield _counter("evicted_blocks", "Blocks that were forgotten, by cause", causes, "cause")
 
 

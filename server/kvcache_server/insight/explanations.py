@@ -18,7 +18,7 @@ import msgspec
 
 from kvcache_proto.codec import decode_request, packed
 from kvcache_proto.errors import BadArgument, ClientError
-from kvcache_proto.messages import Acquire, Acquired, Explained, Remark, Why
+from kvcache_proto.messages import Acquire, Acquired, Explained, ReportMisses, Why
 from kvcache_proto.types import MAX_HASHES, NamespaceSpec, check_hashes
 from kvcache_server.core.cache import Cache
 from kvcache_server.core.effects import Actor
@@ -47,7 +47,7 @@ class Explanations:
     def __init__(self, cache: Cache, misses: MissLog) -> None:
         self._cache, self._misses = cache, misses
 
-    def remark(self, session: Session, request: Remark, now: float) -> None:
+    def report_misses(self, session: Session, request: ReportMisses, now: float) -> None:
         """Store an engine's notes. Invalid ones are only counted, because the request has no reply."""
         try:
             namespace, group = session.group(request.namespace, request.group)

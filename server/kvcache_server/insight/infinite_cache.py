@@ -13,26 +13,27 @@ from itertools import islice
 
 from kvcache_proto.counts import MAX_COUNT
 from kvcache_server.core.limits import LOOK
-from kvcache_server.core.sampling import LARGE_POOL, LARGE_POOL_EVERY, Lots
+from kvcache_server.core.sampling import LARGE_POOL, LARGE_POOL_EVERY, KeyedHasher
 
 _ROOM = 1 << 14
 _LEAST_LOOK = 64
-_TOGETHER = 512  # hashes whose lots are drawn at once, which takes little longer than to draw one
+_TOGETHER = 512  # hashes that are keyed at once, which takes little longer than to draw one
 
 
 class InfiniteCache:
     """Remembers evicted blocks, and those refused for lack of room: all of a small pool, one in 32 of a large one;
     beyond 16,384, every second of these, then every fourth, and so on.
 
-    Their lots (sampling.py) decide which ones are remembered, so that each stands for the same number of blocks.
+    Keyed hashes of them (sampling.py) decide which ones are remembered, so that each stands for the same number of
+    blocks.
     """
 
-    def __init__(self, slots: int, lots: Lots) -> None:
-        """The pool has `slots` slots; `lots` draws the lots of hashes."""
-        self._draws = lots
+    def __init__(self, slots: int, hasher: KeyedHasher) -> None:
+        """The pool has `slots` slots; `hasher` hashes."""
+        self._draws = hasher
         self.missed_blocks = 0  # exact as long as every eviction is remembered, otherwise an estimate
-        self._lots: dict[bytes, int] = {}  # by hash: to halve the sample, no lot is drawn again
-        self._new: list[bytes] = []  # hashes whose lots are not drawn yet
+        self._hasher: dict[bytes, int] = {}  # by hash: to halve the sample, no lot is drawn again
+        self._new: list[bytes] = []  # hashes that are not keyed yet
         self._every = 1 if slots <= LARGE_POOL else LARGE_POOL_EVERY  # a power of two
 
     @property
@@ -41,7 +42,7 @@ class InfiniteCache:
 
     def __len__(self) -> int:
         self._draw()
-        return len(self._lots)
+        return len(self._hasher)
 
     def add(self, hashes: Iterable[bytes]) -> None:
         """Record that blocks were evicted or refused."""
@@ -50,19 +51,19 @@ class InfiniteCache:
             self._draw()
 
     def _draw(self) -> None:
-        """Draw the lots of the hashes that were added since the last time."""
+        """Key the hashes that were added since the last time."""
         new, self._new = self._new, []
         for at in range(0, len(new), LOOK):
             piece = new[at : at + LOOK]
-            lots: list[int] = self._draws.of(b"".join(piece), len(piece[0])).tolist()
-            self._lots.update((name, lot) for name, lot in zip(piece, lots, strict=True) if lot % self._every == 0)
+            hasher: list[int] = self._draws.of(b"".join(piece), len(piece[0])).tolist()
+            self._hasher.update((name, lot) for name, lot in zip(piece, hasher, strict=True) if lot % self._every == 0)
             self._thin()
 
     def _thin(self) -> None:
-        if len(self._lots) > _ROOM:
+        if len(self._hasher) > _ROOM:
             self._every *= 2
-            half = ((name, lot) for name, lot in self._lots.items() if lot % self._every == 0)
-            self._lots = dict(islice(half, _ROOM * 3 // 4))  # about half; few enough that it is not halved again soon
+            half = ((name, lot) for name, lot in self._hasher.items() if lot % self._every == 0)
+            self._hasher = dict(islice(half, _ROOM * 3 // 4))  # about half; few enough that it is not halved again soon
 
     def missed(self, hashes: Sequence[bytes]) -> None:
         """Count those of `hashes`, the blocks of one chain that a lookup missed, that were evicted.
@@ -71,7 +72,7 @@ class InfiniteCache:
         most hashes. In one of 50 cases, by chance, the search stops too early.
         """
         self._draw()
-        if not self._lots or not self._some(hashes, 0):
+        if not self._hasher or not self._some(hashes, 0):
             return
         look, known, unknown = self._look, 0, self._look
         while unknown < len(hashes) and self._some(hashes, unknown):
@@ -83,9 +84,9 @@ class InfiniteCache:
             else:
                 unknown = middle
         last = hashes[known : known + look]
-        missed = known + len(self._lots.keys() & last) * self._every
+        missed = known + len(self._hasher.keys() & last) * self._every
         self.missed_blocks = min(self.missed_blocks + missed, MAX_COUNT)
 
     def _some(self, hashes: Sequence[bytes], at: int) -> bool:
         """Whether one of the next `_look` hashes from `at` on was evicted."""
-        return not self._lots.keys().isdisjoint(hashes[at : at + self._look])
+        return not self._hasher.keys().isdisjoint(hashes[at : at + self._look])

@@ -1,6 +1,6 @@
 """The daemon's knowledge about its work beyond the cache's state, from the changes that the core reports. Pure.
 
-It answers the requests that do not change the cache: Stats, Why, Chain, Watch, Remark and Tell.
+It answers the requests that do not change the cache: Stats, Why, Chain, TraceLookups, ReportMisses and ReportClient.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _SHORT = ("not_worth_it", "no_space")  # refusals that a larger pool would not h
 class Insight:
     """Follows one cache. `requests` are the types of requests that it answers."""
 
-    requests = frozenset({m.Stats, m.Why, m.Chain, m.Watch, m.Remark, m.Tell})
+    requests = frozenset({m.Stats, m.Why, m.Chain, m.TraceLookups, m.ReportMisses, m.ReportClient})
 
     def __init__(self, cache: Cache, daemon: Callable[[], Daemon]) -> None:
         """`daemon()` returns the figures of the process."""
@@ -109,7 +109,7 @@ class Insight:
         found = self._infinite.get(group.tag)
         if found is None:
             slots = self._cache.blocks_of(group.allocated_bytes)
-            found = self._infinite[group.tag] = InfiniteCache(slots, self._cache.lots)
+            found = self._infinite[group.tag] = InfiniteCache(slots, self._cache.hasher)
         return found
 
     def wants(self, request: m.Acquire, reply: m.Acquired) -> bool:
@@ -163,12 +163,12 @@ class Insight:
                 return begin(self._explanations.answer(request, now))
             case m.Chain():
                 return begin(chain(self._cache, self.misses, request))
-            case m.Watch():
+            case m.TraceLookups():
                 return self.tap.since(request, now)
-            case m.Remark():
-                self._explanations.remark(asker, request, now)
+            case m.ReportMisses():
+                self._explanations.report_misses(asker, request, now)
                 return None
-            case m.Tell():
+            case m.ReportClient():
                 self.telemetry.tell(asker, request)
                 return None
         raise TypeError(f"a {type(request).__name__} is the cache's")

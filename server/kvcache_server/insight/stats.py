@@ -11,7 +11,7 @@ import msgspec
 
 from kvcache_proto.counts import CLIENT_COUNTS, MAX_COUNT, MAX_GAIN, MAX_NAMES, OTHER
 from kvcache_proto.errors import BadArgument
-from kvcache_proto.messages import Tell
+from kvcache_proto.messages import ReportClient
 from kvcache_proto.types import Breaker, NamespaceSpec
 from kvcache_server import status
 from kvcache_server.core.cache import Cache
@@ -61,7 +61,7 @@ class Report:
             eviction=eviction,
             refusals=dict(cache.refusals),
             hints=cache.retained(now),
-            told=dict(self._telemetry.total),
+            client_counts=dict(self._telemetry.total),
             counters={**cache.counters, "blocks_evicted": cache.evictions.total()},
             daemon=daemon(),
         )
@@ -251,7 +251,7 @@ class Telemetry:
     def of(self, session: int) -> Client:
         return self._clients.get(session, _SILENT)
 
-    def tell(self, session: Session, request: Tell) -> None:
+    def tell(self, session: Session, request: ReportClient) -> None:
         """Store the telemetry of a session's client, and add it to the total. Raises BadArgument; then nothing has
         changed."""
         counts = request.counts

@@ -193,15 +193,15 @@ def create_region(
         end = geometry.region_bytes
         if "always" not in (lock, huge_pages):
             end = min(end, max(FIRST, geometry.data_offset + ALIGN))
-        why_not = prefault.run(progress or (lambda done, total: None), 0, end)
+        unsupported_reason = prefault.run(progress or (lambda done, total: None), 0, end)
         region.present = end
-        region.note(lock, prefault, why_not)
+        region.note(lock, prefault, unsupported_reason)
         if kind == "hugetlbfs":
             region.huge_bytes = geometry.region_bytes
         if prefault.why_small and huge_pages == "always":
             raise RegionError(f"huge_pages = always: {prefault.why_small}")
-        if why_not and lock == "always":
-            raise NotPermitted(f"lock = always: {why_not}")
+        if unsupported_reason and lock == "always":
+            raise NotPermitted(f"lock = always: {unsupported_reason}")
         undo.pop_all()
     return region
 

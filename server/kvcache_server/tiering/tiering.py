@@ -1,7 +1,7 @@
 """All tiers of one cache: lookups report misses and hits to it, and tiers' sessions ask it for work. Pure.
 
-    a lookup misses -> Look -> the tier has the first blocks -> Bring, part after part -> the tier reserves and settles
-    a block is found again, or stored -> WriteOut under a lease -> the tier has it
+    a lookup misses -> Exists -> the tier has the first blocks -> Fetch, part after part -> it reserves and settles
+    a block is found again, or stored -> Store under a lease -> the tier has it
 
 A tier's reservations are like those of other sessions. Blocks that it has not brought when it leaves are not brought.
 """
@@ -52,7 +52,7 @@ JOB_BYTES = 128  # of a job in a message, besides its hashes, slots and checksum
 class Tiering:
     """`requests` are the request types that it answers. A daemon without tiers calls no other method."""
 
-    requests = frozenset({m.Work, m.Worked})
+    requests = frozenset({m.PollJobs, m.JobResults})
 
     def __init__(self, cache: Cache, user: int) -> None:
         """Only sessions of `user` may be tiers."""
@@ -337,7 +337,7 @@ class Tiering:
 
     def begin(self, session: int, request: Any, now: float) -> None:
         """Take a request of a session. Raises NotPermitted, BadArgument, Unavailable; then nothing has changed."""
-        if isinstance(request, m.Work):
+        if isinstance(request, m.PollJobs):
             self._enlist(self._cache.sessions[session], request, now)
         elif session in self._tiers:
             self._worked(self._tiers[session], request, now)
@@ -346,7 +346,7 @@ class Tiering:
             if request.off:  # its store cannot be opened
                 self.expect_no_more(self._cache.sessions[session].engine.name.removeprefix("tier "))
 
-    def _enlist(self, session: Session, request: m.Work, now: float) -> None:
+    def _enlist(self, session: Session, request: m.PollJobs, now: float) -> None:
         if session.user != self._user:
             raise NotPermitted(f"a tier's process must run as the daemon's user, {self._user}, not as {session.user}")
         if request.writes not in m.WRITE_POLICIES:
@@ -373,7 +373,7 @@ class Tiering:
         tier.off, tier.asked_at = "", now
         tier.writes_off, tier.removals_off = request.writes_off, request.removals_off
 
-    def _worked(self, tier: Tier, request: m.Worked, now: float) -> None:
+    def _worked(self, tier: Tier, request: m.JobResults, now: float) -> None:
         unknown = 0
         tier.heard_at = now
         for number, flags in request.found:
@@ -437,7 +437,7 @@ class Tiering:
             tier.looks.sent[job] = looking
             specs[namespace.number] = namespace
             room -= _hash_bytes(looking.group) * len(looking.hashes)
-            jobs.looks.append(m.Look(job, namespace.id, looking.group.number, looking.hashes))
+            jobs.looks.append(m.Exists(job, namespace.id, looking.group.number, looking.hashes))
         budget = max(self._cache.capacity // SHARE, tier.batch_bytes)
         while (
             tier.fetches.in_flight < budget
@@ -455,7 +455,7 @@ class Tiering:
             parent = fetch.hashes[part.begin - 1] if part.begin and fetch.group.spec.kind == FULL else fetch.parent
             hashes = fetch.hashes[part.begin : part.end]
             room -= _hash_bytes(fetch.group) * (len(hashes) + 1) + JOB_BYTES
-            jobs.brings.append(m.Bring(job, namespace.id, fetch.group.number, parent, hashes))
+            jobs.brings.append(m.Fetch(job, namespace.id, fetch.group.number, parent, hashes))
         most = MOST_WRITES
         while to_write and tier.writes.bytes_in_flight < budget and tier.writes.blocks_in_flight < MOST_BLOCKS_OUT:
             group = to_write[0][0].account.group
@@ -472,7 +472,7 @@ class Tiering:
         jobs.specs = [each.spec for number, each in specs.items() if number not in tier.session.attached]
         return jobs
 
-    def _write_out(self, tier: Tier, specs: dict[int, Any], most: int) -> m.WriteOut | None:
+    def _write_out(self, tier: Tier, specs: dict[int, Any], most: int) -> m.Store | None:
         batch = tier.writes.next_batch(most)
         if not batch:
             return None
@@ -484,7 +484,7 @@ class Tiering:
         job = next(self._numbers)
         lease, slots, sums = self._cache.lend(tier.session, batch)
         tier.writes.begin(job, Writing(lease, batch))
-        return m.WriteOut(job, namespace.id, group.number, [block.hash for block in batch], slots, sums)
+        return m.Store(job, namespace.id, group.number, [block.hash for block in batch], slots, sums)
 
     def _look_ahead(self, tier: Tier) -> None:
         """Let the tier store blocks that are about to be evicted, if they were ever found."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from kvcache_proto.codec import MAX_DOOR_FRAME, MAX_FRAME
+from kvcache_proto.codec import MAX_FRAME, MAX_HANDSHAKE_FRAME
 from kvcache_proto.errors import BadFrame
 
 MAX_SKIPPED = 2 * MAX_FRAME  # bytes; a frame that is too long but not longer than this is refused, else cut off
@@ -39,7 +39,7 @@ class Role(NamedTuple):
     parts: int
 
 
-ROUTER = Role(b"ROUTER", frozenset((b"DEALER", b"REQ", b"ROUTER")), MAX_DOOR_FRAME, MAX_SKIPPED, 1)
+ROUTER = Role(b"ROUTER", frozenset((b"DEALER", b"REQ", b"ROUTER")), MAX_HANDSHAKE_FRAME, MAX_SKIPPED, 1)
 
 
 def _command(name: bytes, data: bytes) -> bytes:

@@ -64,7 +64,7 @@ class History:
                 requested_blocks=counted("blocks_requested"),
                 hit_blocks=counted("blocks_hit"),
                 lost_blocks=_gained(before, report, lambda space: space.lost_blocks),
-                loaded_bytes=report.told.get("loaded_bytes", 0) - before.told.get("loaded_bytes", 0),
+                loaded_bytes=report.client_counts.get("loaded_bytes", 0) - before.client_counts.get("loaded_bytes", 0),
                 saved_bytes=_gained(before, report, lambda space: space.saved_bytes),
                 evicted_blocks=counted("blocks_evicted"),
                 used_bytes=report.pool.used_bytes,

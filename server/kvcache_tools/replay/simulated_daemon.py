@@ -42,7 +42,7 @@ class SimulatedDaemon:
     """A daemon with the capacity `room`, and `engines` engines that save all blocks that they compute.
 
     Of `tails`, they save the blocks needed to continue after a prompt, after every `checkpoint` blocks in it and, with
-    `junctions`, where it parts from the blocks in the group of full attention.
+    `divergences`, where it parts from the blocks in the group of full attention.
     """
 
     def __init__(
@@ -54,10 +54,10 @@ class SimulatedDaemon:
         policy: str = WORTH,
         tails: Sequence[GroupSpec] = (),
         checkpoint: int = 1 << 30,
-        junctions: bool = False,
+        divergences: bool = False,
     ) -> None:
         self.engines = engines
-        self._tails, self._checkpoint, self._junctions = tails, checkpoint, junctions
+        self._tails, self._checkpoint, self._junctions = tails, checkpoint, divergences
         self._step = max(1, STEP_TOKENS // block_tokens)
         self.cache = Cache(sparse_region(room.geometry), room.geometry, limits, seed=1, policy=policy)
         spec = NamespaceSpec("replay", (GroupSpec(block_tokens, room.block_bytes), *tails))
@@ -67,12 +67,12 @@ class SimulatedDaemon:
             assert isinstance(attached, m.Attached)
             self._namespace = attached.namespace
 
-    def saved(self, tail: GroupSpec, length: int, begin: int, end: int, junction: int = 0) -> list[int]:
+    def saved(self, tail: GroupSpec, length: int, begin: int, end: int, divergence: int = 0) -> list[int]:
         """Return the blocks of a tail that are saved for boundaries from block `begin` to `end` of a prompt.
 
-        The prompt has `length` blocks; `junction` is one more boundary in it, 0 for none.
+        The prompt has `length` blocks; `divergence` is one more boundary in it, 0 for none.
         """
-        ends = [at for at in range(begin + 1, end + 1) if at % self._checkpoint == 0 or at in (junction, length)]
+        ends = [at for at in range(begin + 1, end + 1) if at % self._checkpoint == 0 or at in (divergence, length)]
         return sorted({each for at in ends for each in range(at - tail.needed(at), at)})
 
     def ask(self, engine: int, hashes: list[bytes], now: float, clock: Callable[[], float]) -> tuple[int, float]:
@@ -88,12 +88,12 @@ class SimulatedDaemon:
         assert isinstance(found, m.Acquired)
         if found.lease:
             handle(session, m.Release(1, b"", [found.lease]), now)
-        junction = self._whole(hashes) if self._junctions else 0
+        divergence = self._whole(hashes) if self._junctions else 0
         for begin in range(found.hits, len(hashes), self._step):
             end = min(begin + self._step, len(hashes))
             runs = [m.Run([hashes[at]], hashes[at - 1] if at else None) for at in range(begin, end)]
             for number, tail in enumerate(self._tails, 1):
-                slots = self.saved(tail, len(hashes), begin, end, junction)
+                slots = self.saved(tail, len(hashes), begin, end, divergence)
                 runs += [m.Run([hashes[at]], None, number) for at in slots]
             if not all(self._save(session, runs[at : at + MAX_BLOCKS], now) for at in range(0, len(runs), MAX_BLOCKS)):
                 break

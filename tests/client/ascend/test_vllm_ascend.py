@@ -10,7 +10,7 @@ import pytest
 from steps import BLOCK, BLOCKS, Request, Rig, VllmScheduler
 
 from kvcache_client import GroupSpec, NamespaceSpec, Session
-from kvcache_client.engines.vllm.identity import layer_spec, rank_block_bytes, why_not
+from kvcache_client.engines.vllm.identity import layer_spec, rank_block_bytes, unsupported_reason
 from kvcache_client.scheduler.views import EngineFacts
 from kvcache_client.settings import ConnectorSettings
 from kvcache_client.worker.places import RankFacts, Shards
@@ -101,7 +101,7 @@ class AscendRig(Rig):
 
     def __init__(self, endpoint: str, name: str, runner: Any) -> None:
         config = runner.kv_cache_config
-        assert not why_not(runner.vllm_config, config)
+        assert not unsupported_reason(runner.vllm_config, config)
         raw = runner._allocate_kv_cache_tensors(config)
         self.caches = runner._reshape_kv_cache_tensors(config, raw)
         self.tensors = [tensor for layer in LAYERS for tensor in self.caches[layer]]

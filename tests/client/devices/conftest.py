@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 def simulation(monkeypatch: pytest.MonkeyPatch) -> Iterator[Npu | None]:
     """The simulated NPU, where this is one: no test may make it do what a real one would stumble over."""
     npu = RIGS.get("npu")
-    if npu is None or npu.why_not() or npu.simulation is None:
+    if npu is None or npu.unsupported_reason() or npu.simulation is None:
         yield None
         return
     npu.simulation.fake_acl_reset()
@@ -37,7 +37,7 @@ def simulation(monkeypatch: pytest.MonkeyPatch) -> Iterator[Npu | None]:
 def rig(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Rig:
     """Sizes are small, so that a few blocks fill stages and rings several times and lie across chunks."""
     found = RIGS[request.param]
-    reason = found.why_not()
+    reason = found.unsupported_reason()
     if reason:
         pytest.skip(reason)
     monkeypatch.setenv("KVCACHE_COPY_STAGE_MIB", "1")

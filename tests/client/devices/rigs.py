@@ -33,7 +33,7 @@ class Rig:
 
     kind = "cpu"
 
-    def why_not(self) -> str:
+    def unsupported_reason(self) -> str:
         """Return why this host cannot run it, or nothing."""
         return ""
 
@@ -54,7 +54,7 @@ class Rig:
 class Cuda(Rig):
     kind = "cuda"
 
-    def why_not(self) -> str:
+    def unsupported_reason(self) -> str:
         return (
             "" if torch.cuda.is_available() else "torch.cuda.is_available() is False: no NVIDIA GPU, or torch for CPU"
         )
@@ -71,7 +71,7 @@ class Npu(Rig):
 
     kind = "npu"
 
-    def why_not(self) -> str:
+    def unsupported_reason(self) -> str:
         try:
             importlib.import_module("torch_npu")
         except (ImportError, OSError, RuntimeError) as error:
@@ -124,7 +124,7 @@ class Npu(Rig):
 
     def prepare(self) -> None:
         """What `fill` and `delay` need is there before anything is delayed: making it waits for the device."""
-        assert not self.why_not()
+        assert not self.unsupported_reason()
         assert self._paint
         if self.simulation is None:
             assert len(self._large)

@@ -15,7 +15,7 @@ from kvcache_client.devices.cuda_kernels import find_compiler
 
 CHUNK = 1 << 20
 
-pytestmark = pytest.mark.skipif(bool(RIGS["cuda"].why_not()), reason=RIGS["cuda"].why_not())
+pytestmark = pytest.mark.skipif(bool(RIGS["cuda"].unsupported_reason()), reason=RIGS["cuda"].unsupported_reason())
 
 
 @pytest.fixture(params=LAYOUTS)

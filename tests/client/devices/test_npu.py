@@ -28,7 +28,7 @@ LATER = "aclrtHostRegisterV2"
 
 RIG = RIGS["npu"]
 assert isinstance(RIG, Npu)
-_why = RIG.why_not() or ("" if RIG.simulation is not None else "a real NPU cannot be told to fail")
+_why = RIG.unsupported_reason() or ("" if RIG.simulation is not None else "a real NPU cannot be told to fail")
 pytestmark = pytest.mark.skipif(bool(_why), reason=_why)
 
 

@@ -37,7 +37,7 @@ def test_hits_that_are_computed_faster_are_not_loaded(
         one.generate(found := prompt(blocks * BLOCK + 3))
         idle()
         assert two.generate(found) == sim.expected(found, 1)
-    pace = two.connector._scheduler.gate.pace
+    pace = two.connector._scheduler.gate.costs
     assert pace.loading(100) > pace.computing(0, 100)
     loaded, declined = len(two.received), two.counters.get("lookups_declined_slow", 0)
     assert loaded + declined == len(SIZES) and declined
@@ -58,6 +58,6 @@ def test_hits_that_are_loaded_faster_are_loaded(
         one.generate(found := prompt(blocks * BLOCK + 3))
         idle()
         assert two.generate(found) == sim.expected(found, 1)
-    pace = two.connector._scheduler.gate.pace
+    pace = two.connector._scheduler.gate.costs
     assert pace.computing(0, 100) > pace.loading(100)
     assert len(two.received) == len(SIZES)

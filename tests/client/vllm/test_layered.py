@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvcache_client.scheduler.pace import Overlap
+from kvcache_client.scheduler.cost_model import Overlap
 from kvcache_client.step_plan import StepPlan
 from kvcache_client.worker import layered
 from kvcache_proto.types import REF_BYTES

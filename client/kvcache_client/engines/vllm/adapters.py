@@ -74,7 +74,7 @@ class Adapters:
         if now - files.looked_at > LOOK_AGAIN:
             files.current, files.looked_at = self._look(files, PATIENCE), now
         if files.changed:
-            self._distrust(files, "its files have changed, or are not in a folder of this host")
+            self._invalidate(files, "its files have changed, or are not in a folder of this host")
             return b"", "lora"
         if not files.awaited:
             files.awaited = True
@@ -100,11 +100,11 @@ class Adapters:
             holder = self._claims.setdefault(claim, files)
             if holder is not files:
                 for each in (holder, files):
-                    self._distrust(each, "its number or name has stood for another one")
+                    self._invalidate(each, "its number or name has stood for another one")
         if lora.load_inplace:
-            self._distrust(files, "it was to be loaded in place")
+            self._invalidate(files, "it was to be loaded in place")
         elif getattr(lora, "tensorizer_config_dict", None):
-            self._distrust(files, "vLLM loads it with tensorizer")
+            self._invalidate(files, "vLLM loads it with tensorizer")
         return files
 
     def _look(self, files: _Files, patience: float) -> bool:
@@ -118,7 +118,7 @@ class Adapters:
         self._looks.do(look)
         return done.wait(patience)
 
-    def _distrust(self, files: _Files, why: str) -> None:
+    def _invalidate(self, files: _Files, why: str) -> None:
         if not files.doubtful:
             files.doubtful = True
             logger.warning("blocks of the LoRA adapter %s are neither saved nor loaded: %s", files.folder, why)

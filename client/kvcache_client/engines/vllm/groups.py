@@ -77,8 +77,8 @@ def why_not_groups(vllm_config: Any, kv_cache_config: Any) -> str:
     groups = kv_cache_config.kv_cache_groups
     if not groups:
         return "its model has no KV cache"
-    if why_not := next(filter(None, map(_why_not_group, groups)), ""):
-        return why_not
+    if unsupported_reason := next(filter(None, map(_why_not_group, groups)), ""):
+        return unsupported_reason
     if is_plain(kv_cache_config):
         return ""
     if not compat.places_layers(kv_cache_config):

@@ -52,7 +52,7 @@ class Surroundings(NamedTuple):
     layout: str = ""  # of the KV cache, if the configuration does not have it
 
 
-def why_not(vllm_config: Any, kv_cache_config: Any) -> str:
+def unsupported_reason(vllm_config: Any, kv_cache_config: Any) -> str:
     """Return the reason that this engine's blocks cannot be cached, "" if they can."""
     parallel = vllm_config.parallel_config
     for name, ranks in compat.context_parallel(parallel):
@@ -108,8 +108,8 @@ def rank_block_bytes(kv_cache_config: Any) -> int:
     return compat.allocated_bytes(tensors) // int(kv_cache_config.num_blocks)
 
 
-def kv_layout(kv_cache_config: Any, surroundings: Surroundings) -> str:
-    return compat.kv_layout(kv_cache_config) or surroundings.layout
+def kv_layout(kv_cache_config: Any, runtime_facts: Surroundings) -> str:
+    return compat.kv_layout(kv_cache_config) or runtime_facts.layout
 
 
 def why_not_by_head(vllm_config: Any, kv_cache_config: Any, layout: str) -> str:
@@ -175,7 +175,7 @@ def _replicas(vllm_config: Any, kv_cache_config: Any) -> int:
 def namespace_spec(
     vllm_config: Any,
     kv_cache_config: Any,
-    surroundings: Surroundings,
+    runtime_facts: Surroundings,
     blocks_per_slot: int,
     engine_id: str,
     weights: str = "",
@@ -192,20 +192,20 @@ def namespace_spec(
     merged = groups_of(kv_cache_config, blocks_per_slot)
     tokens = engine_block_size(kv_cache_config) * blocks_per_slot
     identity = {
-        "vllm": ".".join(surroundings.version.split(".")[:2]),
-        "device": surroundings.device,
+        "vllm": ".".join(runtime_facts.version.split(".")[:2]),
+        "device": runtime_facts.device,
         "checkpoint": checkpoint_id(vllm_config),
         "config": config_digest(vllm_config),
         "dtype": str(model.dtype),
         "quantization": str(model.quantization),
         "kv_dtype": str(cache.cache_dtype),
-        "layout": kv_layout(kv_cache_config, surroundings),
+        "layout": kv_layout(kv_cache_config, runtime_facts),
         "group": _describe_all(merged) or _describe(layer_spec(kv_cache_config), by_head),
         "block": f"{engine_block_size(kv_cache_config)}x{blocks_per_slot}",
         "shards": "heads" if by_head else str(split.number),
         "hash": str(cache.prefix_caching_hash_algo),
         # A random seed is shared with no other engine; the engine's ranks still agree on this.
-        "seed": surroundings.seed or f"engine {engine_id}",
+        "seed": runtime_facts.seed or f"engine {engine_id}",
         "weights": weights,
     }
     backend = getattr(getattr(vllm_config, "attention_config", None), "backend", None)
@@ -226,7 +226,7 @@ def namespace_spec(
         block_bytes = rank_block_bytes(kv_cache_config) * blocks_per_slot
         shard_bytes = block_bytes if split.number == 1 else (block_bytes // split.parts,) * split.number
         groups = [GroupSpec(block_tokens=tokens, shard_bytes=shard_bytes)]
-    return NamespaceSpec(_name(model.model), groups, identity, surroundings.hash_bytes)
+    return NamespaceSpec(_name(model.model), groups, identity, runtime_facts.hash_bytes)
 
 
 class Share(NamedTuple):

@@ -18,7 +18,7 @@ logger = logging.getLogger("vllm.kvcache")
 _connectors: WeakValueDictionary[tuple[object, str, str], Any] = WeakValueDictionary()  # by side, engine and endpoint
 
 
-def surroundings(vllm_config: Any, spec: Any = None) -> Surroundings:
+def runtime_facts(vllm_config: Any, spec: Any = None) -> Surroundings:
     """Return the facts that the engine's configuration does not have.
 
     `spec` is a layer's specification, if this process has no model.

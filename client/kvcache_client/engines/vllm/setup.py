@@ -14,14 +14,14 @@ from kvcache_client.engines.vllm.identity import (
     layer_spec,
     namespace_spec,
     shards,
-    why_not,
+    unsupported_reason,
     why_not_by_head,
 )
 from kvcache_client.engines.vllm.running import (
     engine_name,
     has_another,
     join_logs,
-    surroundings,
+    runtime_facts,
 )
 from kvcache_client.settings import CONNECTOR, ConnectorSettings, blocks_per_slot, parse_settings
 from kvcache_client.worker.places import Shards
@@ -91,7 +91,7 @@ def read_setup(side: object, role: object, in_scheduler: bool, vllm_config: Any,
         log("kv_connector_extra_config: %s", note)
     if getattr(vllm_config.cache_config, "kv_offloading_size", None) is not None:
         log(BESIDE)
-    if reason := why_not(vllm_config, kv_cache):
+    if reason := unsupported_reason(vllm_config, kv_cache):
         log("this engine runs without the KV cache server: %s", reason)
         return None
     if has_another(side, role, vllm_config, settings.endpoint):
@@ -106,7 +106,7 @@ def read_setup(side: object, role: object, in_scheduler: bool, vllm_config: Any,
     else:
         per_slot = blocks_per_slot(settings, tokens, *([tokens] if has_states(kv_cache) else []))
     processes = in_scheduler and vllm_config.parallel_config.distributed_executor_backend not in (None, "uni")
-    found = surroundings(vllm_config, layer_spec(kv_cache) if processes else None)
+    found = runtime_facts(vllm_config, layer_spec(kv_cache) if processes else None)
     by_head = settings.share_tp and not getattr(vllm_config.model_config, "use_mla", False)
     if by_head and (reason := why_not_by_head(vllm_config, kv_cache, kv_layout(kv_cache, found))):
         by_head = False

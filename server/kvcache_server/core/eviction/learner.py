@@ -19,7 +19,7 @@ from kvcache_server.core.eviction.worth import Refresh, Worths
 from kvcache_server.core.index import (
     CLASS_MASK,
     CLASSES,
-    GOES_FIRST,
+    EVICT_FIRST,
     GONE,
     OFTEN,
     TICKS_PER_SECOND,
@@ -30,7 +30,7 @@ from kvcache_server.core.index import (
 )
 from kvcache_server.core.limits import LOOK
 from kvcache_server.core.pool import Pool
-from kvcache_server.core.sampling import Draw, Lots, split
+from kvcache_server.core.sampling import Draw, KeyedHasher, split
 from kvcache_server.core.sessions import Engine
 
 _REFRESHES = 16  # of the worths, in the time in which as many blocks miss as the pool holds
@@ -62,9 +62,9 @@ class Learner:
     twice, more often. `expected` has the class, if not 0, of blocks that missed lately, by hash; it stays the same
     dict."""
 
-    def __init__(self, pool: Pool, draw: Draw, lots: Lots, enabled: bool = True) -> None:
-        """`draw` and `lots` decide which blocks are sampled. If it is not `enabled`, all blocks keep the class 0."""
-        self._pool, self._draw, self._lots, self._enabled = pool, draw, lots, enabled
+    def __init__(self, pool: Pool, draw: Draw, hasher: KeyedHasher, enabled: bool = True) -> None:
+        """`draw` and `hasher` decide which blocks are sampled. If it is not `enabled`, all blocks keep the class 0."""
+        self._pool, self._draw, self._hasher, self._enabled = pool, draw, hasher, enabled
         self.worths = Worths()
         self.monitor = Monitor(self.worths)
         self.guard = self.monitor.guard
@@ -137,15 +137,15 @@ class Learner:
             chains = [each.found or each.tails[-1:] for each in lookups]
             hits = [block for chain, at in zip(chains, firsts, strict=True) for block in chain[at::step]]
             if thin > 1 and hits:
-                lots = self._lots.of(b"".join([block.hash for block in hits]), size, group.tag)
-                hits = [hits[at] for at in sampled(lots, thin)]
+                keyed = self._hasher.of(b"".join([block.hash for block in hits]), size, group.tag)
+                hits = [hits[at] for at in sampled(keyed, thin)]
             self._watch_hits(hits)
         missed = b"".join([each.missed for each in lookups])
         if not missed:
             return
         self._note_evicted()
-        lots = self._lots.of(missed, size, group.tag)
-        classes = self._sketch.ask(lots, begins)
+        keyed = self._hasher.of(missed, size, group.tag)
+        classes = self._sketch.ask(keyed, begins)
         self._expect(missed, size, classes)
         if watches:
             places = [
@@ -154,7 +154,7 @@ class Learner:
                 for at in range(begin + (first - each.hits) % step, end, step)
             ]
             if thin > 1 and places:
-                places = [places[at] for at in sampled(lots[places], thin)]
+                places = [places[at] for at in sampled(keyed[places], thin)]
             now, asked = self._pool.tick, self.monitor.asked
             for at in places[:_MOST_WATCHED]:
                 name = missed[at * size : at * size + size]
@@ -173,7 +173,7 @@ class Learner:
                 break
             counts[cls] += 1
             often -= 1
-            if block.pins != GONE and block.tick != GOES_FIRST:
+            if block.pins != GONE and block.tick != EVICT_FIRST:
                 block.tick = block.tick - cls | cls + 1  # as in Pool.place
                 self._pool.write_tick(block)
         counts[OFTEN] += often
@@ -202,7 +202,7 @@ class Learner:
 
     def evicted(self, block: Block) -> None:
         """Remember the class of a block that is evicted."""
-        if self._enabled and block.tick != GOES_FIRST:
+        if self._enabled and block.tick != EVICT_FIRST:
             tag = block.account.group.above.tag  # lookups ask for a tail's blocks by the hash of those above them
             hashes, asks = self._left.get(tag) or self._left.setdefault(tag, (bytearray(), bytearray()))
             hashes += block.hash
@@ -212,7 +212,7 @@ class Learner:
 
     def _note_evicted(self) -> None:
         for tag, (hashes, asks) in self._left.items():
-            self._sketch.put(self._lots.of(hashes, len(hashes) // len(asks), tag), asks)
+            self._sketch.put(self._hasher.of(hashes, len(hashes) // len(asks), tag), asks)
         self._left.clear()
 
     def _resize(self, slots: int, block_tokens: int) -> None:

@@ -14,7 +14,7 @@ from kvcache_server.core.eviction.ranking import Ranking
 from kvcache_server.core.index import (
     CLASS_MASK,
     CLASSES,
-    GOES_FIRST,
+    EVICT_FIRST,
     Account,
     Block,
     Group,
@@ -22,7 +22,7 @@ from kvcache_server.core.index import (
 )
 from kvcache_server.core.limits import STEP, Limits
 from kvcache_server.core.pool import Pool, Runs
-from kvcache_server.core.sampling import Draw, Lots
+from kvcache_server.core.sampling import Draw, KeyedHasher
 from kvcache_server.core.sweeper import Sweeper
 from kvcache_server.core.tiers import Tiers
 
@@ -53,14 +53,14 @@ class Eviction:
         sweeper: Sweeper,
         limits: Limits,
         draw: Draw,
-        lots: Lots,
+        hasher: KeyedHasher,
         policy: str = WORTH,
     ) -> None:
-        """`draw` and `lots` decide which blocks are sampled. `policy` is WORTH, or LRU to evict by age only."""
+        """`draw` and `hasher` decide which blocks are sampled. `policy` is WORTH, or LRU to evict by age only."""
         self._pool = pool
         self._sweeper, self._effects = sweeper, sweeper.effects
         self._useless: list[tuple[Block, str]] = []  # blocks to continue with, and the cause of the eviction
-        self.learner = Learner(pool, draw, lots, policy != LRU)
+        self.learner = Learner(pool, draw, hasher, policy != LRU)
         self.fair_share = FairShare(pool.capacity, limits.namespace_floor)
         self.ranking = Ranking(pool, self.fair_share, self.learner)
         self.evictions: Counter[str] = Counter()  # blocks by cause
@@ -72,7 +72,7 @@ class Eviction:
         self.looks = 0  # blocks over which `pass_boundaries` may still look back in this turn
         self._left = 0  # blocks that may still be evicted for this reservation
         self._page = self._pages = 0  # free pages that were set aside for this run: the first one, and their number
-        self.frozen = False  # nothing is evicted while leases of an earlier epoch may not be restated yet
+        self.frozen = False  # nothing is evicted while leases of an earlier epoch may not be reclaimed yet
         self.set_limits(limits)
 
     def set_limits(self, limits: Limits) -> None:
@@ -183,7 +183,7 @@ class Eviction:
         return False
 
     def drop(self, leaf: Block) -> None:
-        """Evict `leaf`, whose tick is GOES_FIRST, before all others, and then such blocks above it."""
+        """Evict `leaf`, whose tick is EVICT_FIRST, before all others, and then such blocks above it."""
         leaves = self._dropped
         leaves.pop(id(leaf), None)
         leaves[id(leaf)] = leaf
@@ -212,8 +212,8 @@ class Eviction:
                         if _prompts_part_at(each):
                             return  # other prompts share the rest of the window
                         block = tail.visible.get(each.hash)
-                        if block is not None and tail.may_go(block):
-                            block.tick = GOES_FIRST
+                        if block is not None and tail.is_evictable(block):
+                            block.tick = EVICT_FIRST
                             self.drop(block)
                     return
 
@@ -223,10 +223,14 @@ class Eviction:
         while self._dropped and runs is None and self._left > 0 and not self.frozen:
             _, block = self._dropped.popitem()
             account = block.account
-            if block.tick == GOES_FIRST and account.share.bytes > account.share.floor and account.group.may_go(block):
+            if (
+                block.tick == EVICT_FIRST
+                and account.share.bytes > account.share.floor
+                and account.group.is_evictable(block)
+            ):
                 parent = block.parent
                 self._pool.give_back(self._evicted(block, PASSED if account.group.is_tail else DROPPED))
-                if parent is not None and parent.tick == GOES_FIRST:
+                if parent is not None and parent.tick == EVICT_FIRST:
                     self.drop(parent)
                 runs = self._pool.free.take(pages)
         return runs
@@ -283,7 +287,7 @@ class Eviction:
             inner = any(not child.account.group.is_tail for child in islice(block.children(), MAX_GROUPS + 1))
             if not group.can_continue(block) or (group.spec.followed and not inner):
                 self.evict_tails(block, cause, inner)
-            if not group.may_go(block) or group.is_proof(block):
+            if not group.is_evictable(block) or group.is_proof(block):
                 return None
             self._pool.give_back(self._evict(block, cause))
             block = above
@@ -294,7 +298,12 @@ class Eviction:
         ones, and stay."""
         for tail in above.account.group.tails:
             block = tail.visible.get(above.hash)
-            if block is not None and tail.may_go(block) and not self.frozen and not (inner and tail.spec.reach > 1):
+            if (
+                block is not None
+                and tail.is_evictable(block)
+                and not self.frozen
+                and not (inner and tail.spec.reach > 1)
+            ):
                 self._pool.give_back(self._evict(block, cause))
 
     def _evict(self, block: Block, cause: str) -> Runs:

@@ -13,7 +13,7 @@ from kvcache_server.core.eviction.worth import BIN_BEGINS, BINS, bin_of, one_off
 from kvcache_server.core.index import (
     CLASS_MASK,
     CLASSES,
-    GOES_FIRST,
+    EVICT_FIRST,
     NO_LEAF,
     NOT_RANKED,
     TICKS_PER_SECOND,
@@ -126,7 +126,7 @@ class Ranking:
 
     def _entry(self, account: Account, order: Order, tick: int) -> Entry:
         before = order.entry
-        if tick == GOES_FIRST:
+        if tick == EVICT_FIRST:
             worth, until = -math.inf, tick
         elif before is not None and before[1] <= tick <= before[5]:
             worth, until = before[0], before[5]

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcache_server.core.index import OFTEN
-from kvcache_server.core.sampling import LotArray
+from kvcache_server.core.sampling import HashArray
 
 MOST = 3  # requests that are counted
 _MARK_BITS = 14  # of a lot, stored with the count
@@ -34,41 +34,41 @@ class Sketch:
     def __len__(self) -> int:
         return int(self._size)
 
-    def ask(self, lots: LotArray, begins: Sequence[int]) -> list[int]:
+    def ask(self, keyed: HashArray, begins: Sequence[int]) -> list[int]:
         """Count requests for prompts, which begin at the positions `begins`, and return the class of each block: how
         often it was requested before, up to OFTEN.
 
         A request for a block includes those above it, so each was requested at least as often as those below it.
         """
-        cells, at, marks = self._cells, self._at(lots), self._marks(lots)
+        cells, at, marks = self._cells, self._at(keyed), self._marks(keyed)
         found = cells[at]
         counts = np.where(found >> 2 == marks, found & MOST, 0)
         if len(begins) == 1:
             counts = np.maximum.accumulate(counts[::-1])[::-1]
         else:
-            lengths = np.diff([*begins, len(lots)])
+            lengths = np.diff([*begins, len(keyed)])
             others = np.repeat(np.arange(len(begins), 0, -1) * (MOST + 1), lengths)  # more for each earlier prompt
             counts = np.maximum.accumulate((counts + others)[::-1])[::-1] - others
         cells[at] = marks << 2 | np.minimum(counts + 1, MOST).astype(np.uint16)
         classes: list[int] = np.minimum(counts, OFTEN).tolist()
         return classes
 
-    def put(self, lots: LotArray, counts: Sequence[int]) -> None:
+    def put(self, keyed: HashArray, counts: Sequence[int]) -> None:
         """Store how often each block was requested: 0 to MOST."""
-        self._cells[self._at(lots)] = self._marks(lots) << 2 | np.array(counts, np.uint16)
+        self._cells[self._at(keyed)] = self._marks(keyed) << 2 | np.array(counts, np.uint16)
 
-    def _at(self, lots: LotArray) -> NDArray[np.uint64]:
-        return (lots >> _HALF) * self._size >> _HALF
+    def _at(self, keyed: HashArray) -> NDArray[np.uint64]:
+        return (keyed >> _HALF) * self._size >> _HALF
 
     @staticmethod
-    def _marks(lots: LotArray) -> NDArray[np.uint16]:
-        return (lots & _MARK).astype(np.uint16)
+    def _marks(keyed: HashArray) -> NDArray[np.uint16]:
+        return (keyed & _MARK).astype(np.uint16)
 
 
-def sampled(lots: LotArray, every: int) -> list[int]:
-    """Return the positions of the lots that are in a sample of one in `every`, a power of two.
+def sampled(keyed: HashArray, every: int) -> list[int]:
+    """Return the positions of the keyed hashes that are in a sample of one in `every`, a power of two.
 
     It uses other bits than the marks of a sketch.
     """
-    chosen: list[int] = np.flatnonzero(lots >> np.uint64(_MARK_BITS) & np.uint64(every - 1) == 0).tolist()
+    chosen: list[int] = np.flatnonzero(keyed >> np.uint64(_MARK_BITS) & np.uint64(every - 1) == 0).tolist()
     return chosen

@@ -11,8 +11,8 @@ from kvcache_proto.region import FREE, READY
 from kvcache_proto.types import MIN_HASH_BYTES, REF_BYTES, GroupSpec, Verdict
 from kvcache_server.core.index import (
     CLASS_MASK,
+    EVICT_FIRST,
     FIRST_TICK,
-    GOES_FIRST,
     GONE,
     HIDDEN,
     NEXT_TICK,
@@ -261,7 +261,7 @@ def _continued(ticks: Ints, now: float) -> Ints:
     """
     end = FIRST_TICK + int(now * TICKS_PER_SECOND)
     found: Ints = (ticks & ~CLASS_MASK) | np.minimum(ticks & CLASS_MASK, OFTEN)
-    odd = np.flatnonzero(((ticks < FIRST_TICK) & (ticks != GOES_FIRST)) | (ticks > end + AHEAD * TICKS_PER_SECOND))
+    odd = np.flatnonzero(((ticks < FIRST_TICK) & (ticks != EVICT_FIRST)) | (ticks > end + AHEAD * TICKS_PER_SECOND))
     order = odd[np.argsort(ticks[odd], kind="stable")]
     end = end & ~CLASS_MASK
     cls = np.where(ticks[order] < FIRST_TICK, 0, found[order] & CLASS_MASK)

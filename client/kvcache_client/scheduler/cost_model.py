@@ -61,7 +61,7 @@ class _Load(NamedTuple):
     alone: bool  # whether no other load was running
 
 
-class Pace:
+class CostModel:
     """The speed of one engine. Times are in seconds."""
 
     def __init__(self, block_tokens: int = 1) -> None:
@@ -156,7 +156,7 @@ class Gate:
     """Whether a hit is worth its load, and how long it is worth waiting for blocks that are on their way."""
 
     def __init__(self, counters: Counts, is_on: bool, block_tokens: int = 1) -> None:
-        self.pace = Pace(block_tokens)
+        self.costs = CostModel(block_tokens)
         self._counters, self._is_on = counters, is_on
 
     def admits(self, state: RequestState, begin: int, end: int) -> bool:
@@ -168,17 +168,17 @@ class Gate:
 
     def patience(self, begin: int, end: int) -> float:
         """Return how many seconds a request may wait for its tokens `begin` to `end` before it loads them."""
-        compute = self.pace.computing(begin, end)
+        compute = self.costs.computing(begin, end)
         if compute is None:
             return math.inf
-        return max(0.0 if self._is_on else OFF_PATIENCE, compute - (self.pace.loading(end - begin) or 0.0))
+        return max(0.0 if self._is_on else OFF_PATIENCE, compute - (self.costs.loading(end - begin) or 0.0))
 
     def _decide(self, begin: int, end: int) -> bool:
-        load, compute = self.pace.loading(end - begin), self.pace.computing(begin, end)
+        load, compute = self.costs.loading(end - begin), self.costs.computing(begin, end)
         if load is None:
             return True
         if compute is None:
-            return not self.pace.is_carried
+            return not self.costs.is_carried
         return load <= MARGIN * compute + MARGIN_SECONDS
 
 
@@ -190,9 +190,9 @@ class Overlap:
     a load must not take much longer than the computation.
     """
 
-    def __init__(self, pace: Pace, is_on: bool, ranks: int, step_tokens: int) -> None:
+    def __init__(self, costs: CostModel, is_on: bool, ranks: int, step_tokens: int) -> None:
         """`step_tokens` are the most that a step computes; `ranks` is the number that have to be ready."""
-        self._pace, self._is_on, self._step_tokens = pace, is_on, step_tokens
+        self._costs, self._is_on, self._step_tokens = costs, is_on, step_tokens
         self.ranks = ranks
         self._ready: dict[int, bool] = {}
 
@@ -205,9 +205,12 @@ class Overlap:
 
         Not before both times are known, nor if threads carry the bytes: the engine's own threads would wait for them.
         """
-        if not self._is_on or sum(self._ready.values()) < self.ranks or self._pace.is_carried:
+        if not self._is_on or sum(self._ready.values()) < self.ranks or self._costs.is_carried:
             return False
-        load, compute = self._pace.loading(end - begin), self._pace.computing(end, min(tokens, end + self._step_tokens))
+        load, compute = (
+            self._costs.loading(end - begin),
+            self._costs.computing(end, min(tokens, end + self._step_tokens)),
+        )
         if load is None or compute is None:
             return False
         return min(load, compute) >= LEAST_SAVED and load <= LONGEST_OVERLAP * compute

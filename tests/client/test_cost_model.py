@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvcache_client.scheduler.pace import FARTHEST, LEAST_LOADS, LEAST_STEPS, WINDOW_SECONDS, Pace
+from kvcache_client.scheduler.cost_model import FARTHEST, LEAST_LOADS, LEAST_STEPS, WINDOW_SECONDS, CostModel
 from kvcache_client.scheduler.views import NewTable, StepView
 
 STEP, TOKEN = 0.004, 2e-5  # seconds
@@ -15,7 +15,7 @@ class Paced:
     """An engine, and what it knows of itself."""
 
     def __init__(self) -> None:
-        self.pace = Pace(block_tokens=16)
+        self.costs = CostModel(block_tokens=16)
         self.now, self._steps, self._loads = 100.0, 0, 0
 
     def compute(self, begin: int, end: int, decoding: int = 0, told: float = 0.0) -> float:
@@ -32,24 +32,24 @@ class Paced:
             [9000] * decoding,
             [None] * decoding,
         )
-        timed = self.pace.step(self._steps, step, self.now)
+        timed = self.costs.step(self._steps, step, self.now)
         self.now += seconds
-        self.pace.ended([self._steps] if timed else [], self.now + told)
+        self.costs.ended([self._steps] if timed else [], self.now + told)
         return seconds
 
     def load(self, tokens: int, at_once: int = 1, busy: bool = False, failed: bool = False) -> None:
         """Load as much for several requests at once, one after the other."""
         began = self.now
         for number in range(at_once):
-            self.pace.load_began(f"l{number}", tokens, began)
+            self.costs.load_began(f"l{number}", tokens, began)
         if busy:
             self._steps += 1
-            self.pace.step(self._steps, StepView(1, {"d": 1}, [], ["d"], [9000], [None]), began)
+            self.costs.step(self._steps, StepView(1, {"d": 1}, [], ["d"], [9000], [None]), began)
             self.now += 0.05
         self.now += LOAD
         for number in range(at_once):
             self.now += LOADED * tokens
-            self.pace.load_ended(f"l{number}", failed, self.now)
+            self.costs.load_ended(f"l{number}", failed, self.now)
 
     def learn(self) -> Paced:
         for tokens in (100, 700, 2000, 50, 1500, 300, 900, 1200, 400, 250, 1000, 600):
@@ -65,10 +65,10 @@ def test_nothing_is_predicted_from_a_few_samples() -> None:
         paced.compute(0, 100 + number)
     for number in range(LEAST_LOADS - 1):
         paced.load(100 + number)
-    assert paced.pace.computing(0, 500) is None and paced.pace.loading(500) is None
+    assert paced.costs.computing(0, 500) is None and paced.costs.loading(500) is None
     paced.compute(0, 50)
     paced.load(50)
-    assert paced.pace.computing(0, 500) and paced.pace.loading(500)
+    assert paced.costs.computing(0, 500) and paced.costs.loading(500)
 
 
 def test_tokens_cost_what_they_take_in_full_steps() -> None:
@@ -79,14 +79,14 @@ def test_tokens_cost_what_they_take_in_full_steps() -> None:
 
 def test_steps_beside_others_are_no_cost_of_a_prompt() -> None:
     paced = Paced().learn()
-    before = paced.pace.computing(0, 1000)
+    before = paced.costs.computing(0, 1000)
     for tokens in (100, 700, 2000):
         paced.compute(0, tokens, decoding=20)
-    assert paced.pace.computing(0, 1000) == pytest.approx(before, rel=0.05)
+    assert paced.costs.computing(0, 1000) == pytest.approx(before, rel=0.05)
 
 
 def test_steps_that_only_generate_are_not_timed() -> None:
-    pace = Pace()
+    pace = CostModel()
     decode = StepView(40, {f"d{n}": 1 for n in range(40)}, [], [f"d{n}" for n in range(40)], [9] * 40, [None] * 40)
     assert not pace.step(1, decode, 1.0)
     drafts = StepView(160, {f"d{n}": 4 for n in range(40)}, [], [f"d{n}" for n in range(40)], [9] * 40, [None] * 40)
@@ -95,7 +95,7 @@ def test_steps_that_only_generate_are_not_timed() -> None:
 
 def test_a_step_that_begins_while_another_runs() -> None:
     """With asynchronous scheduling, the device begins it when the other one has ended."""
-    pace, ends = Pace(), [100.0, 100.0]
+    pace, ends = CostModel(), [100.0, 100.0]
     sizes = [100, 700, 2000, 50, 1500, 300, 900, 1200, 400, 250, 1000, 600]
     for number, tokens in enumerate(sizes):
         if number > 1:
@@ -107,12 +107,12 @@ def test_a_step_that_begins_while_another_runs() -> None:
 
 def test_a_step_seems_short_after_one_whose_end_was_seen_late() -> None:
     paced = Paced().learn()
-    before = paced.pace.computing(0, 1000)
+    before = paced.costs.computing(0, 1000)
     step = StepView(2000, {"r": 2000}, [NewTable("r", [[]], 0)])
     for number in (1001, 1002):
-        paced.pace.step(number, step, paced.now)
-        paced.pace.ended([number], paced.now + 0.5)
-    assert paced.pace.computing(0, 1000) == pytest.approx(before, rel=0.1)
+        paced.costs.step(number, step, paced.now)
+        paced.costs.ended([number], paced.now + 0.5)
+    assert paced.costs.computing(0, 1000) == pytest.approx(before, rel=0.1)
 
 
 def test_a_load_takes_what_the_fastest_took_that_was_as_large() -> None:
@@ -127,29 +127,29 @@ def test_waiting_for_others_is_no_cost_of_a_load() -> None:
     paced = Paced()
     for tokens in (100, 700, 2000) * 4:
         paced.load(tokens, busy=True)
-    assert paced.pace.loading(1000) is None
+    assert paced.costs.loading(1000) is None
     paced.learn()
-    before = paced.pace.loading(1000)
+    before = paced.costs.loading(1000)
     for tokens in (100, 700, 2000):
         paced.load(tokens, busy=True)
         paced.load(tokens, at_once=8)
-    assert paced.pace.loading(1000) == pytest.approx(before, rel=0.01)
-    paced.pace.load_began("other", 5000, paced.now)
-    assert paced.pace.loading(1000) == pytest.approx(before, rel=0.01), "nor those that run now"
+    assert paced.costs.loading(1000) == pytest.approx(before, rel=0.01)
+    paced.costs.load_began("other", 5000, paced.now)
+    assert paced.costs.loading(1000) == pytest.approx(before, rel=0.01), "nor those that run now"
 
 
 def test_loads_that_fail_teach_nothing() -> None:
     paced = Paced().learn()
-    before = paced.pace.loading(1000)
+    before = paced.costs.loading(1000)
     paced.load(1, failed=True)
-    assert paced.pace.loading(1000) == before
+    assert paced.costs.loading(1000) == before
 
 
 def test_what_was_measured_is_forgotten_after_some_minutes() -> None:
     paced = Paced().learn()
     paced.now += WINDOW_SECONDS + 1
     paced.compute(0, 1000)
-    assert paced.pace.computing(0, 1000) is None and paced.pace.loading(1000) is None
+    assert paced.costs.computing(0, 1000) is None and paced.costs.loading(1000) is None
 
 
 def test_what_a_thread_carries_takes_at_least_as_long_as_the_slowest_rank() -> None:

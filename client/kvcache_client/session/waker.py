@@ -1,4 +1,4 @@
-"""Waiting for descriptors, and a bell that ends the wait from another thread."""
+"""Waiting for descriptors, and a waker that ends the wait from another thread."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ import select
 from collections.abc import Iterable
 
 
-class Bell:
-    """Any thread rings it; it ends the present wait, or the next one."""
+class Waker:
+    """Any thread may call `wake`: it ends the present wait, or the next one."""
 
     def __init__(self) -> None:
         self.descriptor = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
 
-    def ring(self) -> None:
+    def wake(self) -> None:
         os.eventfd_write(self.descriptor, 1)
 
     def wait(self, descriptors: Iterable[int], timeout: float | None) -> set[int]:
-        """Return those of `descriptors` that are readable, as `readable` does; the bell ends the wait early."""
+        """Return those of `descriptors` that are readable, as `readable` does; `wake` ends the wait early."""
         ready = readable([*descriptors, self.descriptor], timeout)
         if self.descriptor in ready:
             with contextlib.suppress(BlockingIOError):

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvcache_client.scheduler.groups import Found, SeveralGroups
+from kvcache_client.scheduler.groups import Found, HybridGroups
 from kvcache_client.scheduler.lookups import Lookups
 from kvcache_client.scheduler.requests import LookupResult, RequestState, follow_blocks
 from kvcache_client.scheduler.views import Group, NewTable, RequestView, StepView, Table
@@ -23,8 +23,8 @@ STATE = Group((Table(3, 4, 1), Table(4, 4, 1)), reach=1, is_state=True)
 SPECS = {FULL: GroupSpec(4, 64), WINDOW: GroupSpec(4, 64, TAIL, 2), STATE: GroupSpec(4, 64, TAIL, 1)}
 
 
-def several(*groups: Group, **options: Any) -> SeveralGroups:
-    return SeveralGroups(groups, [SPECS[group] for group in groups], 2, **options)
+def several(*groups: Group, **options: Any) -> HybridGroups:
+    return HybridGroups(groups, [SPECS[group] for group in groups], 2, **options)
 
 
 def packed(count: int) -> bytes:
@@ -152,12 +152,12 @@ def test_windows_alone_have_more_checkpoints(groups: tuple[Group, ...], every: i
 
 
 @pytest.mark.parametrize(
-    ("junction", "wanted"), [(5, [3, 4, 8, 9]), (1, [0, 8, 9]), (9, [7, 8, 9]), (10, [8, 9]), (0, [8, 9])]
+    ("divergence", "wanted"), [(5, [3, 4, 8, 9]), (1, [0, 8, 9]), (9, [7, 8, 9]), (10, [8, 9]), (0, [8, 9])]
 )
-def test_windows_where_a_prompt_parts_from_others(junction: int, wanted: list[int]) -> None:
+def test_windows_where_a_prompt_parts_from_others(divergence: int, wanted: list[int]) -> None:
     group = several(FULL, WINDOW)
-    assert group.tail_slots(1, request(41), 0, 10, None, junction) == wanted
-    steps = [slot for at in range(10) for slot in group.tail_slots(1, request(41), at, at + 1, None, junction)]
+    assert group.tail_slots(1, request(41), 0, 10, None, divergence) == wanted
+    steps = [slot for at in range(10) for slot in group.tail_slots(1, request(41), at, at + 1, None, divergence)]
     assert steps == wanted, "also in small steps"
 
 
@@ -211,14 +211,14 @@ def test_a_preempted_request_does_not_part_from_what_it_has_saved_itself() -> No
     lookups = Lookups(several(FULL, WINDOW), 1, "off", Counters(), None)  # type: ignore[arg-type]
     state = RequestState(request(41))
 
-    def junction(found: int) -> int:
-        lease = SimpleNamespace(id=0, hits=0, pending=0, sums=b"", region_id=b"", failed=False, junction=found)
+    def divergence(found: int) -> int:
+        lease = SimpleNamespace(id=0, hits=0, pending=0, sums=b"", region_id=b"", failed=False, divergence=found)
         lookups.ask(state, SimpleNamespace(acquire=lambda *_, **__: lease), 10, 0, 0.0)  # type: ignore[arg-type]
-        return state.progress.junction
+        return state.progress.divergence
 
-    assert [junction(4), junction(5)] == [4, 5], "while it waits, others go on"
+    assert [divergence(4), divergence(5)] == [4, 5], "while it waits, others go on"
     state.tables = [[1, 2, 3]]
-    assert junction(8) == 5
+    assert divergence(8) == 5
 
 
 def test_a_null_block_is_not_filled() -> None:
