@@ -1,4 +1,4 @@
-"""The endpoint: one path, which names the request socket and, beside it, the handshake socket (the door)."""
+"""The endpoint: one path, which names the request socket and, beside it, the handshake socket."""
 
 from __future__ import annotations
 

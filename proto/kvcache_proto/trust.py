@@ -44,8 +44,8 @@ def _parsed(name: str, value: object) -> frozenset[int]:
         raise ConfigError(f"{name}: {error}") from None
 
 
-def check_server(door: socket.socket, endpoint: str, named: frozenset[int]) -> None:
-    """Raise NotPermitted unless the user who listens on the other side of `door`, a connected socket, is trusted.
+def check_server(connection: socket.socket, endpoint: str, named: frozenset[int]) -> None:
+    """Raise NotPermitted unless the user who listens on the other side of `connection`, a connected socket, is trusted.
 
     Trusted are root, this process's user, the users in `named`, and the owner of the endpoint's folder if only root
     could have created it there, as systemd does with /run/kvcache. Only trusted users may own a folder, a link or a
@@ -68,7 +68,7 @@ def check_server(door: socket.socket, endpoint: str, named: frozenset[int]) -> N
                 )
     except OSError as error:
         raise Unavailable(f"no daemon at {path} any more ({error.strerror})") from None
-    _, uid, _ = _UCRED.unpack(door.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
+    _, uid, _ = _UCRED.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
     if uid in trusted:
         return
     if uid == unknown:

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import zmq
 
-from kvcache_proto import __version__, door
+from kvcache_proto import __version__, handshake
 from kvcache_proto.codec import decode_reply, encode
 from kvcache_proto.endpoint import routing_id
 from kvcache_proto.errors import Unavailable, from_wire
@@ -35,7 +35,7 @@ class AdminClient:
         self._handshake = socket.socket(socket.AF_UNIX)
         self._handshake.settimeout(timeout)
         try:
-            door.connect(self._handshake, endpoint)
+            handshake.connect(self._handshake, endpoint)
             check_server(self._handshake, endpoint, server_uids())
             welcome = self._shake_hands(Hello(PROTOCOL_VERSION, engine, label, f"kvcache-server {__version__}"))
         except (TimeoutError, ConnectionError) as error:
@@ -120,13 +120,13 @@ class AdminClient:
         return number
 
     def _shake_hands(self, hello: Hello) -> Welcome:
-        door.send_hello(self._handshake, hello)
+        handshake.send_hello(self._handshake, hello)
         received = b""
-        while wanted := door.missing(received):
+        while wanted := handshake.missing(received):
             data, descriptors, _, _ = socket.recv_fds(self._handshake, wanted, 2)
             for descriptor in descriptors:
                 os.close(descriptor)
             if not data:
                 raise ConnectionError("it closed")
             received += data
-        return door.read_welcome(received)
+        return handshake.read_welcome(received)

@@ -47,7 +47,7 @@ class Session:
             data, found, _, _ = socket.recv_fds(self.door, 1 << 16, 4)
             self.descriptors += found
             if not data:
-                raise ConnectionError("the door closed")
+                raise ConnectionError("the daemon closed the connection")
             heard += data
         answer = decode_handshake(heard[4:])
         if isinstance(answer, m.Error):

@@ -141,7 +141,7 @@ def be_victim(pipe: Connection, kind: str) -> None:
         time.sleep(0.001)
     blocks = np.random.default_rng(0).permutation(count).astype(np.int64)
     rig.prepare(device, blocks)
-    pipe.send((connection.door.welcome.session, offsets, device.registered()[1]))
+    pipe.send((connection.handshake.welcome.session, offsets, device.registered()[1]))
     pipe.recv()
     rig.delay(order["delay"])
     for job in range(jobs):

@@ -72,9 +72,9 @@ def test_nothing_is_predicted_from_a_few_samples() -> None:
 
 
 def test_tokens_cost_what_they_take_in_full_steps() -> None:
-    pace = Paced().learn().pace
-    assert pace.computing(0, 1000) == pytest.approx(1000 * (TOKEN + STEP / 1000))
-    assert pace.computing(3000, 3100) == pytest.approx(100 * (TOKEN + STEP / 1000))
+    costs = Paced().learn().costs
+    assert costs.computing(0, 1000) == pytest.approx(1000 * (TOKEN + STEP / 1000))
+    assert costs.computing(3000, 3100) == pytest.approx(100 * (TOKEN + STEP / 1000))
 
 
 def test_steps_beside_others_are_no_cost_of_a_prompt() -> None:
@@ -86,23 +86,23 @@ def test_steps_beside_others_are_no_cost_of_a_prompt() -> None:
 
 
 def test_steps_that_only_generate_are_not_timed() -> None:
-    pace = CostModel()
+    costs = CostModel()
     decode = StepView(40, {f"d{n}": 1 for n in range(40)}, [], [f"d{n}" for n in range(40)], [9] * 40, [None] * 40)
-    assert not pace.step(1, decode, 1.0)
+    assert not costs.step(1, decode, 1.0)
     drafts = StepView(160, {f"d{n}": 4 for n in range(40)}, [], [f"d{n}" for n in range(40)], [9] * 40, [None] * 40)
-    assert not pace.step(2, drafts, 2.0)
+    assert not costs.step(2, drafts, 2.0)
 
 
 def test_a_step_that_begins_while_another_runs() -> None:
     """With asynchronous scheduling, the device begins it when the other one has ended."""
-    pace, ends = CostModel(), [100.0, 100.0]
+    costs, ends = CostModel(), [100.0, 100.0]
     sizes = [100, 700, 2000, 50, 1500, 300, 900, 1200, 400, 250, 1000, 600]
     for number, tokens in enumerate(sizes):
         if number > 1:
-            pace.ended([number - 2], ends[-2])
-        pace.step(number, StepView(tokens, {"r": tokens}, [NewTable("r", [[]], 0)]), ends[-2])
+            costs.ended([number - 2], ends[-2])
+        costs.step(number, StepView(tokens, {"r": tokens}, [NewTable("r", [[]], 0)]), ends[-2])
         ends.append(ends[-1] + STEP + TOKEN * tokens)
-    assert pace.computing(0, 1000) == pytest.approx(1000 * (TOKEN + STEP / 1200), rel=0.01)
+    assert costs.computing(0, 1000) == pytest.approx(1000 * (TOKEN + STEP / 1200), rel=0.01)
 
 
 def test_a_step_seems_short_after_one_whose_end_was_seen_late() -> None:
@@ -116,11 +116,11 @@ def test_a_step_seems_short_after_one_whose_end_was_seen_late() -> None:
 
 
 def test_a_load_takes_what_the_fastest_took_that_was_as_large() -> None:
-    pace = Paced().learn().pace
-    assert pace.loading(16) == pytest.approx(LOAD + 50 * LOADED)  # the smallest one: a step passes before its end
-    assert pace.loading(500) == pytest.approx(LOAD + 600 * LOADED)
-    assert pace.loading(10_000) == pytest.approx(5 * (LOAD + 2000 * LOADED))
-    assert pace.loading(FARTHEST * 2000 + 1) is None, "it is not known what as large a load takes"
+    costs = Paced().learn().costs
+    assert costs.loading(16) == pytest.approx(LOAD + 50 * LOADED)  # the smallest one: a step passes before its end
+    assert costs.loading(500) == pytest.approx(LOAD + 600 * LOADED)
+    assert costs.loading(10_000) == pytest.approx(5 * (LOAD + 2000 * LOADED))
+    assert costs.loading(FARTHEST * 2000 + 1) is None, "it is not known what as large a load takes"
 
 
 def test_waiting_for_others_is_no_cost_of_a_load() -> None:
@@ -153,9 +153,9 @@ def test_what_was_measured_is_forgotten_after_some_minutes() -> None:
 
 
 def test_what_a_thread_carries_takes_at_least_as_long_as_the_slowest_rank() -> None:
-    pace = Paced().learn().pace
-    pace.carried({0: 0.001})
-    pace.carried({1: 0.002})
-    assert pace.is_carried and pace.loading(64 * 16) == pytest.approx(0.128)
-    pace.carried({0: 0.0, 1: 0.0})
-    assert not pace.is_carried and pace.loading(64 * 16) is None  # measured again
+    costs = Paced().learn().costs
+    costs.carried({0: 0.001})
+    costs.carried({1: 0.002})
+    assert costs.is_carried and costs.loading(64 * 16) == pytest.approx(0.128)
+    costs.carried({0: 0.0, 1: 0.0})
+    assert not costs.is_carried and costs.loading(64 * 16) is None  # measured again

@@ -225,7 +225,7 @@ def test_each_rank_answers_for_its_shard(daemon: Any, until: Any) -> None:
             until(worker.received, "the end of the load")
         assert [worker.take_errors() for worker in pair.workers] == [set(), {6}]
         lease.release()
-        writer = pair.sessions[1].daemon.connection.door.welcome.session
+        writer = pair.sessions[1].daemon.connection.handshake.welcome.session
         daemon.wait_status(lambda s: s["pool"]["blocks"] == 1, "the end of the block and the one below it")
         assert "shard 1 of cached blocks is wrong (corrupt), found by engine pair" in daemon.log
         assert f"stored by engine pair (session {writer})" in daemon.log

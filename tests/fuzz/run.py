@@ -144,7 +144,7 @@ class Knocker:
         cuts = sorted(draw.randrange(len(said) + 1) for _ in range(draw.choice((0, 0, 1, 3))))
         return [said[a:b] for a, b in zip([0, *cuts], [*cuts, len(said)], strict=True) if a < b]
 
-    def knock(self, writes: list[bytes], files: int = 0) -> None:
+    def shake_hands(self, writes: list[bytes], files: int = 0) -> None:
         """Be one visitor. Raises Finding where the door's answer is none of its messages."""
         visitor = socket.socket(socket.AF_UNIX)
         visitor.settimeout(30)
@@ -236,7 +236,7 @@ def fuzz(daemon: Daemon, frames: int, handshakes: int, seed: int) -> Result:
             session.batch(BATCH)
             result.frames += BATCH
             while result.handshakes * frames < handshakes * result.frames:  # both kinds end together
-                knocker.knock(knocker.draw_one(), files=draw.choice((0, 0, 0, 1, 100)))
+                knocker.shake_hands(knocker.draw_one(), files=draw.choice((0, 0, 0, 1, 100)))
                 result.handshakes += 1
         session.close()
         result.answers += session.answers

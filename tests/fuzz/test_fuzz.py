@@ -47,7 +47,7 @@ def test_frames_of_the_corpus(fuzzed: Daemon, file: Path) -> None:
 def test_handshakes_of_the_corpus(fuzzed: Daemon, file: Path) -> None:
     knocker, said = Knocker(fuzzed.endpoint, random.Random(1)), file.read_bytes()
     for writes in ([said], [said[:3], said[3:]], [said[at : at + 1] for at in range(min(len(said), 300))]):
-        knocker.knock(writes)
+        knocker.shake_hands(writes)
     knocker.tidy()
 
 

@@ -20,7 +20,7 @@ from conftest import a_stuck_engine
 
 from kvcache_client import GroupSpec, NamespaceSpec, Session
 from kvcache_client.session import forks
-from kvcache_client.session.handshake import knock
+from kvcache_client.session.handshake import shake_hands
 from kvcache_proto.endpoint import socket_path
 from kvcache_proto.errors import RegionError
 from kvcache_proto.messages import Welcome
@@ -221,7 +221,7 @@ def test_a_welcome_that_was_never_read_costs_nothing(warm: Any, start_daemon: An
         "session = Session.connect(sys.argv[1], engine='slow', deadline=5.0)\n"
         "namespace = session.attach(NamespaceSpec(model='m', groups=[GroupSpec(16, 64 << 10)]), (0,))\n"
         "reservation = namespace.reserve([bytes([n]) * 32 for n in range(3)])\n"
-        "welcome = session.daemon.connection.door.welcome\n"
+        "welcome = session.daemon.connection.handshake.welcome\n"
         "print(welcome.session, welcome.token.hex(), flush=True); sys.stdin.readline()\n"
         "while 'sessions_resumed' not in session.counters: time.sleep(0.01)\n"
         "print(*[verdict.name for verdict in reservation.commit()], flush=True)"
@@ -235,7 +235,7 @@ def test_a_welcome_that_was_never_read_costs_nothing(warm: Any, start_daemon: An
         for _ in range(2):
             daemon.kill()
             daemon = start_daemon(endpoint=warm.endpoint, keep="true")
-            door = knock(warm.endpoint, "slow", "", PATIENCE, None, last)
+            door = shake_hands(warm.endpoint, "slow", "", PATIENCE, None, last)
             assert (door.welcome.resumed, door.welcome.session) == (True, int(number))
             daemon.kill()
             for descriptor in (door.connection, door.lock, door.region):

@@ -29,7 +29,7 @@ from kvcache_proto.errors import KVCacheError
 from kvcache_proto.types import GroupSpec, NamespaceSpec
 from kvcache_proto import messages as m
 from kvcache_server.admin_client import AdminClient
-from kvcache_client.session.handshake import knock
+from kvcache_client.session.handshake import shake_hands
 uid = int(sys.argv.pop(1))
 os.setgroups([]); os.setgid(uid); os.setuid(uid)
 """
@@ -56,7 +56,7 @@ with AdminClient(sys.argv[1], engine="hog") as hog:
     sys.stdin.read()
 """
 HOLD = """
-held = [knock(sys.argv[1], f"engine {number}", "", 10) for number in range(10)]
+held = [shake_hands(sys.argv[1], f"engine {number}", "", 10) for number in range(10)]
 print(len(held), flush=True)
 sys.stdin.read()
 """

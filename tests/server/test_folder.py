@@ -23,7 +23,7 @@ from immutable import immutable
 
 from kvcache_client import GroupSpec, NamespaceSpec, Session
 from kvcache_client.session import forks
-from kvcache_client.session.handshake import knock
+from kvcache_client.session.handshake import shake_hands
 from kvcache_proto.errors import ConfigError, EndpointTaken
 from kvcache_proto.types import Verdict
 from kvcache_server.admin_client import AdminClient
@@ -469,7 +469,7 @@ def test_what_a_daemon_killed_while_it_creates_its_region_leaves_is_removed(
 
 def test_locks_of_a_client_do_not_keep_a_daemon_out(start_daemon: Any, region_dir: Path) -> None:
     daemon = start_daemon(keep="true", region_dir=region_dir)
-    door = knock(daemon.endpoint, "e1", "", 10.0)
+    door = shake_hands(daemon.endpoint, "e1", "", 10.0)
     again = os.open(f"/proc/self/fd/{door.region}", os.O_RDWR)
     try:
         for descriptor in (again, door.region):
@@ -524,7 +524,7 @@ def test_a_session_file_cannot_be_written_by_its_client(start_daemon: Any, short
     short_folder.chmod(0o755)
 
     def fill() -> None:
-        door = knock(daemon.endpoint, "e1", "", 10.0)
+        door = shake_hands(daemon.endpoint, "e1", "", 10.0)
         descriptor = door.lock
         for flags in (os.O_RDWR, os.O_WRONLY):
             for act in (

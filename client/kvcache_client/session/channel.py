@@ -38,7 +38,7 @@ MAX_OWED = 1 << 16  # answers that the daemon may owe
 MAX_UNASKED = 1000  # unrequested answers, before the channel is given up
 RECEIVE_QUEUE = 128  # replies that wait in memory; more wait on the daemon's side
 SHARED = 10.0  # seconds after calls have overlapped, in which a leader also polls for others' requests
-SLICE_MS = 20  # how often a call checks whether its channel has ended: the supervisor sees the daemon's door close
+SLICE_MS = 20  # how often a call checks whether its channel has ended, which the supervisor notices
 TURN = 1024  # replies that are received before other threads may go on
 
 

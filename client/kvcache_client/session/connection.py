@@ -1,4 +1,4 @@
-"""One session at the daemon, from its first welcome on, and how it comes about: a knock, a region, a channel.
+"""One session at the daemon, from its first welcome on, and how it comes about: a handshake, a region, a channel.
 
 A next daemon that knows the session resumes it, and all grants over the connection stay valid. If it does not know the
 session, another connection replaces this one, and the grants over this one are void.
@@ -14,7 +14,7 @@ import zmq
 from kvcache_client.session import forks
 from kvcache_client.session.channel import Channel, Handler
 from kvcache_client.session.counters import Counters
-from kvcache_client.session.handshake import Door, knock
+from kvcache_client.session.handshake import Handshake, shake_hands
 from kvcache_client.session.region import Region
 from kvcache_client.session.waker import Waker
 from kvcache_proto.endpoint import socket_path
@@ -22,10 +22,10 @@ from kvcache_proto.messages import Settle
 
 
 class Connection:
-    """An open door, a channel and a region; and the grants since the welcome."""
+    """A completed handshake, a channel and a region; and the grants since the welcome."""
 
-    def __init__(self, door: Door, channel: Channel, region: Region) -> None:
-        self.door, self.channel, self.region = door, channel, region
+    def __init__(self, handshake: Handshake, channel: Channel, region: Region) -> None:
+        self.handshake, self.channel, self.region = handshake, channel, region
         # By number of each held lease, the references that a next daemon restores it from: that of the last block, then
         # those of the tails' blocks.
         self.leases: dict[int, bytes] = {}
@@ -33,24 +33,24 @@ class Connection:
         # What a gone daemon may not have seen, and the handlers of the answers: the next one gets it.
         self.owed: deque[tuple[Settle, Handler]] = deque()
 
-    def resume(self, door: Door, channel: Channel) -> None:
-        """Continue as the same session behind another door."""
+    def resume(self, handshake: Handshake, channel: Channel) -> None:
+        """Continue as the same session after another handshake."""
         self.newest_reservation = max(self.newest_reservation, self.channel.newest_reservation)
-        old, self.door, self.channel = self.door, door, channel
+        old, self.handshake, self.channel = self.handshake, handshake, channel
         forks.close(old.lock)  # the new lock shows that we live
 
     def close(self) -> None:
         """Leave. The lock stays until `unlock`: copies may be running, and it shows that we live."""
         self.channel.close()
-        forks.close(self.door.connection)
+        forks.close(self.handshake.connection)
 
     def unlock(self) -> None:
         """Signal to the daemon that no copy of this session runs any more."""
-        forks.close(self.door.lock)
+        forks.close(self.handshake.lock)
 
 
 class Dialer:
-    """Dials one endpoint for one engine's process. `waker` wakes the supervisor, and cancels a knock."""
+    """Dials one endpoint for one engine's process. `waker` wakes the supervisor, and cancels a handshake."""
 
     def __init__(
         self, endpoint: str, engine: str, label: str, servers: frozenset[int], counters: Counters, waker: Waker
@@ -66,29 +66,29 @@ class Dialer:
         """Return a connection that is not in use yet: `suspended` itself if the daemon knows it and resumes it.
 
         Args:
-            timeout: seconds for the knock.
+            timeout: seconds for the handshake.
             region: the mapping that this session has; it is kept if the daemon has the same region.
-            interruptible: whether the waker cancels the knock.
-        Raises the errors of `handshake.knock`, and RegionError; then nothing has changed.
+            interruptible: whether the waker cancels the handshake.
+        Raises the errors of `handshake.shake_hands`, and RegionError; then nothing has changed.
         """
-        last = suspended.door.welcome if suspended is not None else None
+        last = suspended.handshake.welcome if suspended is not None else None
         interrupt = self._waker.descriptor if interruptible else None
-        door = knock(self.endpoint, self.engine, self.label, timeout, interrupt, last, self._servers)
-        geometry, token = door.welcome.geometry, door.welcome.token
+        handshake = shake_hands(self.endpoint, self.engine, self.label, timeout, interrupt, last, self._servers)
+        geometry, token = handshake.welcome.geometry, handshake.welcome.token
         try:
             if region is None or region.geometry != geometry:
-                region = Region(door.region, geometry)
+                region = Region(handshake.region, geometry)
             channel = Channel(self._context, self.endpoint, token, self._counters, self._waker.wake)
         except BaseException:
-            forks.close(door.connection)
-            forks.close(door.lock)
+            forks.close(handshake.connection)
+            forks.close(handshake.lock)
             raise
         finally:
-            forks.close(door.region)
-        if door.welcome.resumed and suspended is not None and suspended.region is region:
-            suspended.resume(door, channel)
+            forks.close(handshake.region)
+        if handshake.welcome.resumed and suspended is not None and suspended.region is region:
+            suspended.resume(handshake, channel)
             return suspended
-        return Connection(door, channel, region)
+        return Connection(handshake, channel, region)
 
     def close(self) -> None:
         self._context.term()

@@ -49,7 +49,7 @@ class Daemon:
 
     @property
     def up(self) -> bool:
-        """Whether the door is open and the daemon answers in time."""
+        """Whether the connection is open and the daemon answers in time."""
         connection = self.connection
         return connection is not None and not connection.channel.fault and self.breaker.closed and not self.closing
 

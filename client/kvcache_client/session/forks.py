@@ -1,7 +1,8 @@
 """The descriptors that a forked child must close.
 
-A child inherits the door and the session lock; if they stayed open there, they would keep the parent's session alive
-after the parent's death. Descriptors are registered here from the moment they exist, so that no fork comes in between.
+A child inherits the handshake connection and the session lock; if they stayed open there, they would keep the parent's
+session alive after the parent's death. Descriptors are registered here from the moment they exist, so that no fork
+comes in between.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The door: one Hello, one Welcome with two descriptors, then silence until one side closes it."""
+"""The handshake: one Hello, one Welcome with two descriptors, then silence until one side closes it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from kvcache_client.session import forks
 from kvcache_client.session.waker import readable
-from kvcache_proto import __version__, door
+from kvcache_proto import __version__, handshake
 from kvcache_proto.errors import BadFrame, Unavailable
 from kvcache_proto.messages import PROTOCOL_VERSION, Hello, Welcome
 from kvcache_proto.trust import check_server
@@ -17,8 +17,8 @@ from kvcache_proto.trust import check_server
 _DESCRIPTORS, _MOST = 2, 8  # with a welcome; that are taken, and closed if they are too many
 
 
-class Door(NamedTuple):
-    """An open door: the session lives as long as `connection` is open in a process, its lock as long as `lock` is."""
+class Handshake(NamedTuple):
+    """A completed handshake: the session ends when no process has `connection` open, its lock with `lock`."""
 
     welcome: Welcome
     connection: int
@@ -36,7 +36,7 @@ class Door(NamedTuple):
         return False
 
 
-def knock(
+def shake_hands(
     endpoint: str,
     engine: str,
     label: str,
@@ -44,15 +44,15 @@ def knock(
     interrupt: int | None = None,
     last: Welcome | None = None,
     server_uids: frozenset[int] = frozenset(),
-) -> Door:
-    """Send Hello to the door of `endpoint`, and return it open, within `timeout` seconds.
+) -> Handshake:
+    """Send Hello to the handshake socket of `endpoint`, and return the result within `timeout` seconds.
 
     Args:
-        interrupt: a descriptor; when it becomes readable, the knock is cancelled.
+        interrupt: a descriptor; when it becomes readable, the handshake is cancelled.
         last: the welcome of a session whose daemon went away, to be resumed.
         server_uids: users that may serve besides root and this user; nothing is sent to other users.
-    Raises ConfigError for an unusable endpoint, Unavailable if there is no answer in time or the knock was cancelled,
-    NotPermitted if the door may not be opened or another user serves there, VersionMismatch, and any other error that
+    Raises ConfigError for an unusable endpoint, Unavailable if there is no answer in time or it was cancelled,
+    NotPermitted if this user may not connect or another user serves there, VersionMismatch, and any other error that
     the daemon answers.
     """
     until = time.monotonic() + timeout
@@ -61,32 +61,34 @@ def knock(
         forks.adopt(connection.fileno())
     received: list[int] = []
     try:
-        door.connect(connection, endpoint)
+        handshake.connect(connection, endpoint)
         check_server(connection, endpoint, server_uids)
         resume, secret = (last.session, last.token) if last else (0, b"")
         hello = Hello(PROTOCOL_VERSION, engine, label, f"python/{__version__}", resume, secret)
-        door.send_hello(connection, hello)
-        welcome = door.read_welcome(_read_frame(connection, received, until, interrupt))
+        handshake.send_hello(connection, hello)
+        welcome = handshake.read_welcome(_read_frame(connection, received, until, interrupt))
         if len(received) != _DESCRIPTORS:
             raise BadFrame(f"{len(received)} descriptors with the welcome: {_DESCRIPTORS} expected")
     except BaseException as error:
         for descriptor in [*received, connection.detach()]:
             forks.close(descriptor)
         if isinstance(error, OSError):
-            raise Unavailable(f"the door of {endpoint} closed while it was being opened: {error.strerror}") from None
+            raise Unavailable(
+                f"the daemon at {endpoint} closed the connection during the handshake: {error.strerror}"
+            ) from None
         raise
-    return Door(welcome, connection.detach(), *received)
+    return Handshake(welcome, connection.detach(), *received)
 
 
 def _read_frame(connection: socket.socket, received: list[int], until: float, interrupt: int | None) -> bytes:
     buffer = b""
-    while wanted := door.missing(buffer):
+    while wanted := handshake.missing(buffer):
         _wait_readable(connection, until, interrupt)
         with forks.guard:
             data, descriptors, _, _ = socket.recv_fds(connection, wanted, _MOST, socket.MSG_CMSG_CLOEXEC)
             received.extend(map(forks.adopt, descriptors))
         if not data:
-            raise Unavailable("the daemon closed the door without an answer")
+            raise Unavailable("the daemon closed the connection without an answer")
         buffer += data
     return buffer
 
@@ -95,4 +97,4 @@ def _wait_readable(connection: socket.socket, until: float, interrupt: int | Non
     watched = [connection.fileno(), *([] if interrupt is None else [interrupt])]
     ready = readable(watched, max(0.0, until - time.monotonic()))
     if connection.fileno() not in ready:
-        raise Unavailable("knocking was called off" if ready else "the daemon did not answer the door in time")
+        raise Unavailable("the handshake was cancelled" if ready else "the daemon did not answer the handshake in time")

@@ -115,7 +115,7 @@ class Session:
 
     @property
     def up(self) -> bool:
-        """Whether the door is open and the daemon answers in time."""
+        """Whether the connection is open and the daemon answers in time."""
         return self.daemon.up
 
     @property

@@ -1,6 +1,6 @@
 """Connects a session, and keeps it connected: the session's own thread.
 
-The thread watches the door, receives answers that no call waits for, probes a daemon that has missed a deadline,
+The thread watches the connection, receives answers that no call waits for, probes a daemon that has missed a deadline,
 reports counts to it, and reconnects after it has come back.
 """
 
@@ -30,7 +30,7 @@ logger = logging.getLogger("kvcache_client.session")
 GLIMPSE = 0.02  # seconds
 ASK_AGAIN = 2.0  # seconds after which a refused namespace is requested again: there may be room now
 REPORT_EVERY = 1.0  # seconds: `top` refreshes as often
-STEADY = 1.0  # seconds that a connection must have held for the next knock to come soon after its end
+STEADY = 1.0  # seconds that a connection must have held for the next handshake to come soon after its end
 
 
 class Telemetry:
@@ -53,7 +53,7 @@ class Telemetry:
 
     def report(self, connection: Connection, at_once: bool = False) -> None:
         """Send the changes if a report is due or `at_once`; never waits."""
-        welcome, now = connection.door.welcome, time.monotonic()
+        welcome, now = connection.handshake.welcome, time.monotonic()
         with self._lock:
             state = welcome, Breaker.CLOSED if self._daemon.breaker.closed else Breaker.OPEN
             if state == self._reported and now < self._due and not at_once:
@@ -178,15 +178,15 @@ class Supervisor:
             timeout = min(timeout, max(0.0, self._asked_at + ASK_AGAIN - now))
         if probe_at is not None:
             timeout = max(0.0, probe_at - now)
-        door = connection.door
-        ready = self._waker.wait([door.connection, *([channel.descriptor] if watched else [])], timeout)
-        if door.connection in ready and not door.still_open():
-            self.leave("the door closed")
+        handshake = connection.handshake
+        ready = self._waker.wait([handshake.connection, *([channel.descriptor] if watched else [])], timeout)
+        if handshake.connection in ready and not handshake.still_open():
+            self.leave("the daemon closed the connection")
         elif channel.fault:
             self.leave(channel.fault)
         else:
             if watched:
-                channel.pump(GLIMPSE)  # a running call receives for us: the door must not wait for its end
+                channel.pump(GLIMPSE)  # a running call receives for us, but the end of the connection must be seen
             now = time.monotonic()
             if now >= self._asked_at + ASK_AGAIN and daemon.breaker.probe_at is None:
                 self._asked_at = now
@@ -217,7 +217,7 @@ class Supervisor:
                 logger.warning("no cache until the daemon is there: %s", self._daemon.absence)
 
     def connect(self, interruptible: bool = False) -> None:
-        """Knock, map the region, attach the namespaces that were attached before.
+        """Shake hands, map the region, attach the namespaces that were attached before.
 
         Raises the errors of `Session.connect`; then nothing has changed.
         """
@@ -240,8 +240,8 @@ class Supervisor:
         self._settlements.pay(connection)
         self._steady_at = time.monotonic() + STEADY
         daemon.breaker.answered()
-        again = "connected again" if connection.door.welcome.resumed else "connected"
-        session = connection.door.welcome.session
+        again = "connected again" if connection.handshake.welcome.resumed else "connected"
+        session = connection.handshake.welcome.session
         logger.info("%s to %s as %r, session %d", again, self._dialer.endpoint, self._dialer.engine, session)
 
     def _attach_all(self, connection: Connection, reclaim: bool) -> None:

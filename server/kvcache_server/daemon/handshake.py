@@ -1,4 +1,4 @@
-"""The door: a Unix socket that identifies each peer, hands over the region, and detects the end of a session at once.
+"""The handshake socket identifies each peer, hands over the region, and detects the end of a session at once.
 
 The kernel reports the peer's uid, groups and pid. The connection stays open as long as the session.
 """
@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import NamedTuple
 
-from kvcache_proto import __version__, door
+from kvcache_proto import __version__, handshake
 from kvcache_proto.codec import MAX_HANDSHAKE_FRAME, decode_handshake
 from kvcache_proto.endpoint import handshake_path
 from kvcache_proto.errors import BadArgument, BadFrame, KVCacheError, NotPermitted, Unavailable, VersionMismatch
@@ -26,13 +26,13 @@ from kvcache_server.transport.sockets import Listener, Peer
 log = logging.getLogger(__name__)
 
 HANDSHAKE_SECONDS = 5.0  # a client on a busy host may not run for seconds after it has connected
-LEAVE_SECONDS = 0.1  # an exiting process whose request connection has closed closes its door within this time
+LEAVE_SECONDS = 0.1  # in which an exiting process closes its handshake connection after its request connection
 MAX_HANDSHAKES = 128  # at the same time
 LINES_A_MINUTE = 20  # log lines about refusals of one user; every refusal is counted
 
 
 class Admission(NamedTuple):
-    """The number and token of an admitted session, and a descriptor of its session file, which the door closes."""
+    """The number and token of an admitted session, and a descriptor of its session file, which the server closes."""
 
     session: int
     token: bytes
@@ -40,8 +40,8 @@ class Admission(NamedTuple):
     resumed: bool
 
 
-class DoorConnection:
-    """One connection to the door: a handshake until `deadline` or until `session` is set, then a session."""
+class HandshakeConnection:
+    """One connection: a handshake until `deadline` or until `session` is set, then a session."""
 
     __slots__ = ("deadline", "heard", "peer", "session", "sock")
 
@@ -50,7 +50,7 @@ class DoorConnection:
         sock: socket.socket,
         peer: Peer,
         loop: asyncio.AbstractEventLoop,
-        time_out: Callable[[DoorConnection], None],
+        time_out: Callable[[HandshakeConnection], None],
     ) -> None:
         self.sock = sock
         self.peer = peer
@@ -59,7 +59,7 @@ class DoorConnection:
         self.deadline = loop.call_later(HANDSHAKE_SECONDS, time_out, self)
 
 
-class Door:
+class HandshakeServer:
     """Listens beside the endpoint's socket.
 
     `open_session(hello, peer)` returns an Admission, or raises a KVCacheError, which is sent to the client.
@@ -75,14 +75,14 @@ class Door:
         open_session: Callable[[Hello, Peer], Admission],
         leave: Callable[[int], None],
     ) -> None:
-        """Bind the door, and replace a stale one. Raises EndpointTaken, ConfigError, NotPermitted."""
+        """Bind the socket, and replace a stale one. Raises EndpointTaken, ConfigError, NotPermitted."""
         self._loop = loop
         self._region_fd = region_fd
         self._geometry = geometry
         self._open_session = open_session
         self._left = leave
-        self._handshaking: dict[DoorConnection, None] = {}  # oldest first
-        self._attached: dict[int, DoorConnection] = {}  # by session
+        self._handshaking: dict[HandshakeConnection, None] = {}  # oldest first
+        self._attached: dict[int, HandshakeConnection] = {}  # by session
         self.refused: Counter[str] = Counter()  # and connections that failed, by reason
         self._lines = Rate(LINES_A_MINUTE / 60, LINES_A_MINUTE)
         self.listener = Listener(loop, handshake_path(endpoint), endpoint, self._enter, self._count)
@@ -97,14 +97,14 @@ class Door:
     # Handshakes.
 
     def _enter(self, sock: socket.socket, peer: Peer) -> bool:
-        connection = DoorConnection(sock, peer, self._loop, self._time_out)
+        connection = HandshakeConnection(sock, peer, self._loop, self._time_out)
         if not self._make_room(connection):
             return False
         self._handshaking[connection] = None
         self._loop.add_reader(sock, self._receive, connection)
         return self.listener.allows(peer)
 
-    def _make_room(self, newcomer: DoorConnection) -> bool:
+    def _make_room(self, newcomer: HandshakeConnection) -> bool:
         """Return whether `newcomer` may shake hands; if there are too many, the user with the most loses one."""
         if len(self._handshaking) < MAX_HANDSHAKES:
             return True
@@ -122,12 +122,12 @@ class Door:
                 "or allow_gids"
             )
 
-    def _time_out(self, connection: DoorConnection) -> None:
+    def _time_out(self, connection: HandshakeConnection) -> None:
         self._refuse(connection, Unavailable(f"no complete hello within {HANDSHAKE_SECONDS:g} s: try again"))
 
-    def _receive(self, connection: DoorConnection) -> None:
+    def _receive(self, connection: HandshakeConnection) -> None:
         try:
-            data = connection.sock.recv(door.LENGTH.size + MAX_HANDSHAKE_FRAME)
+            data = connection.sock.recv(handshake.LENGTH.size + MAX_HANDSHAKE_FRAME)
         except BlockingIOError:
             return
         except OSError:
@@ -159,7 +159,7 @@ class Door:
         except KVCacheError as error:
             self._refuse(connection, error)
 
-    def _welcome(self, connection: DoorConnection, hello: Hello) -> None:
+    def _welcome(self, connection: HandshakeConnection, hello: Hello) -> None:
         session, token, file, resumed = self._open_session(hello, connection.peer)
         connection.session = session
         self._attached[session] = connection
@@ -170,7 +170,7 @@ class Door:
         welcome = Welcome(spoken, session, token, self._geometry, __version__, resumed)
         try:
             try:
-                socket.send_fds(connection.sock, [door.frame(welcome)], [self._region_fd, file])
+                socket.send_fds(connection.sock, [handshake.frame(welcome)], [self._region_fd, file])
             finally:
                 os.close(file)
         except OSError as error:
@@ -178,16 +178,16 @@ class Door:
             self._count("welcome_failed")
             self._leave(connection)
 
-    def _refuse(self, connection: DoorConnection, error: KVCacheError, reason: str = "") -> None:
+    def _refuse(self, connection: HandshakeConnection, error: KVCacheError, reason: str = "") -> None:
         self._count(reason or error.code)
         if self._lines.allow(connection.peer.uid, self._loop.time()):  # otherwise any local user could fill the disk
             level = logging.WARNING if isinstance(error, NotPermitted) else logging.INFO
-            log.log(level, "door: refused pid %d uid %d: %s", connection.peer.pid, connection.peer.uid, error)
+            log.log(level, "handshake: refused pid %d uid %d: %s", connection.peer.pid, connection.peer.uid, error)
         with contextlib.suppress(OSError):  # the peer may have gone, or may not read; it is disconnected in any case
-            connection.sock.send(door.frame(Error(0, error.code, str(error))))
+            connection.sock.send(handshake.frame(Error(0, error.code, str(error))))
         self._leave(connection)
 
-    def _leave(self, connection: DoorConnection) -> None:
+    def _leave(self, connection: HandshakeConnection) -> None:
         """Close a connection, and end its session. Calling it again does nothing."""
         if connection.sock.fileno() < 0:
             return
@@ -200,14 +200,14 @@ class Door:
             self._left(connection.session)
 
     def disconnect(self, session: int) -> None:
-        """Close the door connection of a session."""
+        """Close the handshake connection of a session."""
         if connection := self._attached.get(session):
             self._leave(connection)
 
     def disconnect_soon(self, session: int) -> None:
-        """Close the door connection of a session whose request connection has ended, unless the client closes it first.
+        """Close the connection of a session whose request connection has ended, unless the client closes it first.
 
-        The kernel closes the door of a killed process. Its session file, closed next, shows that it no longer writes.
+        The kernel closes that of a killed process. Its session file, closed next, shows that it no longer writes.
         """
         if connection := self._attached.get(session):
             self._loop.call_later(LEAVE_SECONDS, self._leave, connection)
@@ -225,10 +225,10 @@ class Door:
 
 def _whole_frame(heard: bytearray) -> bytes | None:
     """Return the frame, or None while it is incomplete. Raises BadFrame if bytes follow it."""
-    left = door.missing(heard)
+    left = handshake.missing(heard)
     if left < 0:
         raise BadFrame(f"{-left} bytes after the hello")
-    return bytes(heard[door.LENGTH.size :]) if not left else None
+    return bytes(heard[handshake.LENGTH.size :]) if not left else None
 
 
 def _hello(frame: bytes) -> Hello:

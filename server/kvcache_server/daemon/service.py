@@ -1,4 +1,4 @@
-"""The running daemon: event loop, request socket, door, timers, and shutdown."""
+"""The running daemon: event loop, request socket, handshakes, timers, and shutdown."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from kvcache_server import logs, signals
 from kvcache_server.config import Config
 from kvcache_server.daemon.answers import Answers
 from kvcache_server.daemon.delivery import Delivery
-from kvcache_server.daemon.handshake import Admission, Door
+from kvcache_server.daemon.handshake import Admission, HandshakeServer
 from kvcache_server.daemon.region_filling import RegionFilling
 from kvcache_server.daemon.reload import Reload, rate_of
 from kvcache_server.daemon.request_socket import RequestSocket
@@ -59,7 +59,7 @@ class Service:
     """Serves one cache at one endpoint until it is stopped."""
 
     def __init__(self, config: Config, opened: WarmStart, manager: ServiceManager, read: Callable[[], Config]) -> None:
-        """Open the request socket and the door; the caller holds the endpoint's lock. Raises like Door.
+        """Open both sockets; the caller holds the endpoint's lock. Raises like HandshakeServer.
 
         `manager` is notified of the state; `read()` reads the configuration again.
         """
@@ -98,7 +98,9 @@ class Service:
             opened_so_far.callback(self._request_socket.close)
             self._answers.connect(self._request_socket, self._admin_ops)
             geometry = self._region.geometry
-            self._handshake = Door(self._loop, config.endpoint, self._region.fd, geometry, self._admit, self._leave)
+            self._handshake = HandshakeServer(
+                self._loop, config.endpoint, self._region.fd, geometry, self._admit, self._leave
+            )
             opened_so_far.callback(self._handshake.close)
             if config.http:
                 from kvcache_server.http.app import HttpApp  # aiohttp takes memory that a daemon without it can use
@@ -118,7 +120,7 @@ class Service:
             self._publisher.allow_users(config.allow_uids, config.allow_gids)
 
     def run(self) -> None:
-        """Serve until SIGTERM or SIGINT, then close door and sockets. Sessions continue with the next daemon.
+        """Serve until SIGTERM or SIGINT, then close the sockets. Sessions continue with the next daemon.
 
         The caller has blocked SIGNALS; a pending one counts. Raises EndpointLost, after the same clean-up, if a socket
         of ours was removed, and RegionError if memory runs out before the region is complete.
@@ -202,7 +204,7 @@ class Service:
         self._handshake.disconnect_soon(session)
 
     def _leave(self, session: int) -> None:
-        """End a session whose door has closed, after its earlier requests are done."""
+        """End a session whose connection has closed, after its earlier requests are done."""
         self._request_socket.drain(session, lambda: self._end(session))
 
     def _end(self, session: int) -> None:

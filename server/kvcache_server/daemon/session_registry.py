@@ -29,12 +29,12 @@ class SessionRegistry:
     def __init__(
         self, opened: WarmStart, disconnect: Callable[[int], None], failed: Callable[[int, Exception], object]
     ) -> None:
-        """`disconnect(session)` closes a session's door."""
+        """`disconnect(session)` closes a session's connection."""
         self.tokens: dict[bytes, int] = {}
         self.opened = 0  # so far
         self._cache: Cache = opened.cache
         self._state, self._files = opened.state, opened.files
-        self._disconnected = opened.disconnected  # sessions whose door has closed, but whose files are locked
+        self._disconnected = opened.disconnected  # sessions whose connection has closed, but whose files are locked
         self._entries: dict[int, SessionOpened] = {}  # records of the open sessions
         self._refused: set[int] = set()  # sessions whose refused attach was logged
         self._disconnect, self._failed = disconnect, failed
@@ -58,7 +58,7 @@ class SessionRegistry:
     def open(self, hello: Hello, peer: Peer) -> Admission:
         """Open a session, or resume one if the client may. Raises Unavailable, BadArgument, NotPermitted."""
         if _held(self._entries.get(hello.resume), hello):
-            self._disconnect(hello.resume)  # its client has closed that door, which we have not noticed yet
+            self._disconnect(hello.resume)  # its client has closed that connection, which we have not noticed yet
         held = _held(self._disconnected.get(hello.resume), hello)
         now = time.monotonic()
         if held:
@@ -89,7 +89,7 @@ class SessionRegistry:
         return Admission(session, token, file, bool(held))
 
     def leave(self, session: int) -> None:
-        """Handle a closed door. Slots that the session's process may be writing stay reserved until its file is
+        """Handle a closed connection. Slots that the session's process may be writing stay reserved until its file is
         unlocked."""
         self._refused.discard(session)
         self._disconnected[session] = entry = self._entries.pop(session)

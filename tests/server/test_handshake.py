@@ -25,7 +25,7 @@ from kvcache_proto.errors import ConfigError, EndpointTaken, NotPermitted
 from kvcache_proto.messages import PROTOCOL_VERSION, Error, Hello, Ping, Welcome
 from kvcache_proto.types import PoolGeometry
 from kvcache_server.daemon import handshake
-from kvcache_server.daemon.handshake import MAX_HANDSHAKES, Admission, Door
+from kvcache_server.daemon.handshake import MAX_HANDSHAKES, Admission, HandshakeServer
 from kvcache_server.rates import Rate
 from kvcache_server.storage.folder import Folder
 from kvcache_server.storage.session_locks import SessionFiles
@@ -52,7 +52,7 @@ class Host:
         self._sessions = 0
         self._guests: list[Guest] = []
         self.loop = uvloop.new_event_loop()
-        self.door = Door(self.loop, self.endpoint, self.region, GEOMETRY, self._open, self.ended.put)
+        self.door = HandshakeServer(self.loop, self.endpoint, self.region, GEOMETRY, self._open, self.ended.put)
         self.door.allow_users(uids, gids, rate)
         self._thread = threading.Thread(target=self.loop.run_forever)
         self._thread.start()
@@ -378,7 +378,7 @@ def test_a_stale_door_is_replaced_and_an_active_one_is_not(short_folder: Path) -
         dead.bind(str(short_folder / "kv.door"))
     host = Host(short_folder)
     with contextlib.closing(uvloop.new_event_loop()) as loop, pytest.raises(EndpointTaken):
-        Door(loop, host.endpoint, host.region, GEOMETRY, host._open, host.ended.put)
+        HandshakeServer(loop, host.endpoint, host.region, GEOMETRY, host._open, host.ended.put)
     assert isinstance(host.connect().hello().hear(), Welcome)
     host.close()
     (short_folder / "kv.door").write_text("notes")

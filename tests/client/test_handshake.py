@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from kvcache_client import Session, Unavailable
-from kvcache_proto import door
+from kvcache_proto import handshake
 from kvcache_proto.codec import encode
 from kvcache_proto.endpoint import handshake_path
 from kvcache_proto.errors import BadFrame, NotPermitted, RegionError, VersionMismatch
@@ -118,11 +118,11 @@ def test_a_refusal_that_came_before_the_hello_gives_its_reason(
     endpoint = f"ipc://{short_folder}/kv.sock"
     strange = StrangeDoor(endpoint, Error(0, "unavailable", "no complete hello within 5 s"), hasty=True)
 
-    def stall(connection: socket.socket, endpoint: str, connect: Any = door.connect) -> None:
+    def stall(connection: socket.socket, endpoint: str, connect: Any = handshake.connect) -> None:
         connect(connection, endpoint)
         assert strange.closed.wait(10)  # a busy host
 
-    monkeypatch.setattr(door, "connect", stall)
+    monkeypatch.setattr(handshake, "connect", stall)
     try:
         with pytest.raises(Unavailable, match="no complete hello"):
             connect(endpoint)

@@ -1,6 +1,6 @@
-"""The handshake at the door, for all clients: connect, frame messages, judge the answer.
+"""The handshake, for all clients: connect, frame messages, judge the answer.
 
-A message at the door is preceded by its length, as four bytes in little-endian order.
+A message of the handshake is preceded by its length, as four bytes in little-endian order.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from kvcache_proto.messages import OLDEST_VERSION, PROTOCOL_VERSION, SPOKEN, Err
 LENGTH = struct.Struct("<I")
 
 
-def connect(door: socket.socket, endpoint: str) -> None:
-    """Connect `door` to the door of `endpoint`.
+def connect(connection: socket.socket, endpoint: str) -> None:
+    """Connect `connection` to the handshake socket of `endpoint`.
 
     Raises ConfigError for an unusable endpoint, Unavailable if no daemon listens there or its queue is full, and
     NotPermitted if this user may not connect. The message has the remedy.
     """
     path = handshake_path(endpoint)
     try:
-        door.connect(path)
+        connection.connect(path)
     except PermissionError:
         uid = os.geteuid()
         if folder := closed_folder(path):
@@ -55,11 +55,11 @@ def frame(message: HandshakeMessage) -> bytes:
     return LENGTH.pack(len(body)) + body
 
 
-def send_hello(door: socket.socket, hello: Hello) -> None:
+def send_hello(connection: socket.socket, hello: Hello) -> None:
     """Send `hello`. If the daemon has already closed the connection, its last message has the reason: read that
     next."""
     with contextlib.suppress(BrokenPipeError):
-        door.sendall(frame(hello))
+        connection.sendall(frame(hello))
 
 
 def missing(received: bytes | bytearray) -> int:
@@ -72,7 +72,7 @@ def missing(received: bytes | bytearray) -> int:
         return LENGTH.size - len(received)
     (size,) = LENGTH.unpack_from(received)
     if not 0 < size <= MAX_HANDSHAKE_FRAME:
-        raise BadFrame(f"door frame of {size} bytes: at least 1, at most {MAX_HANDSHAKE_FRAME}")
+        raise BadFrame(f"handshake frame of {size} bytes: at least 1, at most {MAX_HANDSHAKE_FRAME}")
     return LENGTH.size + int(size) - len(received)
 
 
@@ -88,7 +88,7 @@ def read_welcome(received: bytes) -> Welcome:
         unnamed = message.code == VersionMismatch.code and __version__ not in message.message
         raise from_wire(message.code, f"{message.message} (this client: {ours})" if unnamed else message.message)
     if not isinstance(message, Welcome):
-        raise BadFrame(f"{type(message).__name__} at the door: Welcome or Error expected")
+        raise BadFrame(f"{type(message).__name__} in the handshake: Welcome or Error expected")
     if not OLDEST_VERSION <= message.version <= PROTOCOL_VERSION:
         raise VersionMismatch(
             f"the daemon (kvcache-server {message.daemon}) speaks protocol {message.version}; this client: {ours}: "
