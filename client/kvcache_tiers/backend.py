@@ -84,7 +84,7 @@ class Backend(Protocol):
 
 
 Open = Callable[[str, memoryview], Backend]  # takes the URL, and the region that all buffers will be parts of
-"""Raises ConfigError, or Failed where the store cannot be reached."""
+"""Raises ConfigError, or Failed if the store cannot be reached."""
 
 
 def find_opener(url: str) -> Open:

@@ -230,7 +230,7 @@ class NamespaceSpec(msgspec.Struct, frozen=True, array_like=True):
                 if getattr(mine, field) != getattr(theirs, field):
                     raise GeometryMismatch(
                         f"group {number}: {field} {getattr(theirs, field)}; registered with {getattr(mine, field)}: "
-                        f"give it another identity, or clear namespace {self.id} once nobody is attached"
+                        f"give it another identity, or clear namespace {self.id} once no session is attached"
                     )
 
 

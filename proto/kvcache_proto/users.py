@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from kvcache_proto.errors import ConfigError
 
-MAX_ID = (1 << 32) - 2  # the next number means "nobody"
+MAX_ID = (1 << 32) - 2  # the next number means no user
 
 
 def user(name: str) -> int:

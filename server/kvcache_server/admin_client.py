@@ -85,7 +85,7 @@ class AdminClient:
         return msgspec.msgpack.decode(self.ask(Why(0, b"", request)).answer, type=Answer)
 
     def clear(self, namespace: str = "") -> int:
-        """Forget every unused block of `namespace`, or of all, and return the number of blocks."""
+        """Forget every block of `namespace`, or of all, and return the number of blocks."""
         blocks: int = self.ask(Clear(0, b"", namespace)).blocks
         return blocks
 

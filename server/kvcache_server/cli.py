@@ -192,7 +192,7 @@ def _content(path: str) -> tuple[bytes, str]:
 @endpoint_option
 @click.option("--namespace", default="", metavar="ID", help="Clear only this namespace; `status` lists the ids.")
 def clear(endpoint: str, namespace: str) -> None:
-    """Forget every cached block that is not in use."""
+    """Forget every cached block."""
     from kvcache_server.admin_client import AdminClient
 
     with AdminClient(endpoint, "clear") as admin:

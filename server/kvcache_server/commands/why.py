@@ -32,7 +32,7 @@ CAUSES = {
     "blocks{worth}",
     "namespace_ceiling": "evicted {ages} earlier: the namespace had reached its ceiling, and engine {engine} saved "
     "other blocks{worth}",
-    "dropped": "evicted {ages} earlier, before all others, because a request had said that nobody needs them again; to "
+    "dropped": "evicted {ages} earlier, before all others, because a request had said that they are not needed again; to "
     "make room for blocks that engine {engine} saved{where}",
     "passed": "evicted {ages} earlier, before others, because their prompts had gone on by two boundaries; to make "
     "room for blocks that engine {engine} saved{where}",

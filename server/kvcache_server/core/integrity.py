@@ -120,7 +120,7 @@ def _check_block(cache: Cache, block: Block) -> None:
     assert (parent.child if block.prev is None else block.prev.next) is block, "a block that its parent does not know"
     assert block.next is None or block.next.prev is block, "a block that its parent does not know"
     if block.visible:
-        assert parent.visible, "visible below what is not: nobody can reach it"
+        assert parent.visible, "a visible block below one that is not: no lookup can reach it"
         assert block.child is not None or block.pins or block.queued > UNQUEUED, "a leaf that nothing would evict"
     else:
         grant = group.pending[block.hash]
@@ -230,7 +230,7 @@ def _check_all_pages(cache: Cache, living: dict[int, Block]) -> None:
     for account in cache.eviction.fair_share.accounts:
         stale = sum(block.pins == GONE for block in account.entries())
         assert sum(order.stale for order in account.orders) == stale, "an order of blocks that have gone"
-        assert stale <= CLASSES * SPARE + len(account.entries()) - stale, "an order that nobody sweeps"
+        assert stale <= CLASSES * SPARE + len(account.entries()) - stale, "an order that is never swept"
 
 
 def _check_free(cache: Cache, owners: bytearray) -> None:

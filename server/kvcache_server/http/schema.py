@@ -52,7 +52,7 @@ class Clear(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Cleared(msgspec.Struct):
-    """What was cleared: the blocks that nobody was reading or writing."""
+    """The number of blocks that were forgotten."""
 
     blocks: Count
 
@@ -126,7 +126,7 @@ ROUTES = (
         "clear",
         "POST",
         "/api/v1/clear",
-        "Forget every cached block that nobody is reading or writing, in steps: what is stored meanwhile stays.",
+        "Forget every cached block, also those that engines are reading, whose memory is freed later.",
         Cleared,
         Clear,
         (400, 404, 503),
@@ -154,7 +154,7 @@ ROUTES = (
         "check",
         "POST",
         "/api/v1/check",
-        "Check the invariants: at one instant where no engine is attached, else one part after the other.",
+        "Check the invariants: at one instant if no engine is attached, else one part after the other.",
         Checked,
     ),
 )

@@ -70,7 +70,7 @@ class Preparation:
         self._thread.join(_LOCK)
         if self.registration is not None and not self.registration.wait(_LOCK):
             logger.info(
-                "page-locking goes on where the device is idle: %d bytes are locked", self.registration.progress()[1]
+                "page-locking goes on while the device is idle: %d bytes are locked", self.registration.progress()[1]
             )
         return self.session, self.registration
 

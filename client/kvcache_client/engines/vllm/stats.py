@@ -65,7 +65,7 @@ class CacheMetrics(KVConnectorPromMetrics):
         self._seconds = counter("vllm:kvcache_copy_seconds", doc, labelnames=[*labelnames, "way"])
         doc = "What the connector has counted besides, by name"
         self._events = counter("vllm:kvcache_events", doc, labelnames=[*labelnames, "event"])
-        doc = "1 where the engine asks the KV cache server, 0 where it does without"
+        doc = "1 while the engine asks the KV cache server, 0 while it does without"
         self._up = gauge("vllm:kvcache_up", doc, labelnames=labelnames, multiprocess_mode="mostrecent")
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
