@@ -17,7 +17,7 @@ from kvcache_server.core.cache import Cache
 from kvcache_server.core.effects import Change
 from kvcache_server.core.integrity import check_integrity
 from kvcache_server.core.limits import Limits
-from kvcache_server.core.recovery.snapshot import Snapshot
+from kvcache_server.core.recovery.read_rows import Snapshot
 
 KIB = 1 << 10
 LIMITS = Limits(pin_quota=1.0, write_quota=1.0, supersede_after=2.0, quarantine=10.0, grace=10.0)

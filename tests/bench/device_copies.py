@@ -27,13 +27,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from kvcache_client.address_ranges import Runs
 from kvcache_client.devices import Device, Job, open_device
 from kvcache_client.devices.cuda_driver import Driver
 from kvcache_client.devices.layout import block_fragments
 from kvcache_client.devices.npu_runtime import NpuRuntime
 from kvcache_client.devices.runtime import Runtime
 from kvcache_client.devices.self_test import check_copies
-from kvcache_client.spans import Runs
 from kvcache_client.worker.kv_layout import describe_tensor
 
 GIB = 1 << 30

@@ -65,7 +65,7 @@ POINTS: dict[str, tuple[Where, ...]] = {
     ),
     "start": (_in("storage/region_file"), _in("storage/region_names"), _in("storage/folder")),
     "rebuild": (
-        _in("core/recovery/snapshot"),
+        _in("core/recovery/read_rows"),
         _in("core/recovery/restore"),
         _in("storage/warm_start"),
         _in("core/journal", "read", "apply"),

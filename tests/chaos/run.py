@@ -337,14 +337,14 @@ def main() -> int:
     for seed in range(int(first), int(last or first) + 1):
         if time.monotonic() > until:
             break
-        plan = schedule.make(seed, options.clients, themes, options.costs, options.lives)
+        plan = schedule.make(seed, options.clients, themes, options.pace, options.lives)
         line, broken = one(plan, not options.no_survivors, options.deadline, options.keep)
         print(json.dumps(line | ({"broken": broken} if broken else {})), flush=True)
         sums.update({name: count for name, count in line.items() if type(count) is int and name != "seed"})
         sums["seeds"] += 1
         if broken:
             failures += 1
-            replay = f"--seeds {seed} --clients {options.clients} --deadline {options.deadline} --pace {options.costs}"
+            replay = f"--seeds {seed} --clients {options.clients} --deadline {options.deadline} --pace {options.pace}"
             replay += f" --lives {options.lives} --themes {options.themes} --keep"
             replay += " --no-survivors" if options.no_survivors else ""
             print(f"seed {seed} broke: {broken}\nreplay: python {sys.argv[0]} {replay}", file=sys.stderr)

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from kvcache_client.engines.vllm.early_start import _ours
-from kvcache_client.engines.vllm.running import engine_name, has_another, retire
+from kvcache_client.engines.vllm.running_engine import engine_name, has_another, retire
 from kvcache_client.settings import CONNECTOR
 from kvcache_proto.types import MAX_NAME
 

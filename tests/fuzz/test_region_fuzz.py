@@ -129,8 +129,10 @@ def test_forged_runs(file: File, changes: list[tuple[int, int]], draw: random.Ra
         asked += [ref._replace(offset=GEOMETRY.data_offset + 4096 * draw.randrange(2000)) for ref in refs[:10]]
         check_places(file, asked)
         region = Region(descriptor, GEOMETRY)
-        current = region.current(b"".join(ref.pack() for ref in asked)).tolist()
-        assert current == [region.rows.is_current(ref) for ref in asked]
+        # Others than those that begin with a page are refused before: `current` does not look at them again.
+        held = [ref for ref in asked if not (ref.offset - GEOMETRY.data_offset) % GEOMETRY.page_bytes]
+        current = region.current(b"".join(ref.pack() for ref in held)).tolist()
+        assert current == [region.rows.is_current(ref) for ref in held]
     finally:
         buffer[rows] = was[rows]
 

@@ -11,7 +11,7 @@ from kvcache_server.core import journal
 from kvcache_server.core.cache import Cache
 from kvcache_server.core.integrity import check_integrity
 from kvcache_server.core.limits import Limits
-from kvcache_server.core.recovery.snapshot import Snapshot
+from kvcache_server.core.recovery.read_rows import Snapshot
 
 MIB = 1 << 20
 PAGES = 16  # of a block of 64 KiB

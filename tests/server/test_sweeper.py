@@ -39,9 +39,9 @@ from kvcache_server.core.eviction.policy import LRU
 from kvcache_server.core.index import Block, Group
 from kvcache_server.core.integrity import check_integrity
 from kvcache_server.core.limits import LOOK, STEP
-from kvcache_server.explanation import Run
-from kvcache_server.insight.explanations import EXAMINED, MOST_BLOCKS, MOST_RUNS
+from kvcache_server.insight.miss_causes import EXAMINED, MOST_BLOCKS, MOST_RUNS
 from kvcache_server.slices import finish
+from kvcache_server.why_answer import Run
 
 CUT = (
     *("core.eviction.policy", "core.index", "core.integrity", "core.invalidation", "core.registry"),

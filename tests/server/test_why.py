@@ -15,7 +15,7 @@ from kvcache_proto.types import GroupSpec, NamespaceSpec
 from kvcache_server.commands.why import CAUSES, NOTES
 from kvcache_server.core.eviction.policy import WORTH
 from kvcache_server.core.integrity import check_integrity
-from kvcache_server.insight import explanations, miss_log
+from kvcache_server.insight import miss_causes, miss_log
 from kvcache_tools.record import Recorder
 
 
@@ -26,13 +26,13 @@ def runs_of(told: dict[str, Any]) -> list[tuple[int, str]]:
 @pytest.mark.parametrize(
     ("count", "few"),
     [
-        (2_000, explanations.FEW_BLOCKS),
+        (2_000, miss_causes.FEW_BLOCKS),
         (1_000, 0),
-        pytest.param(10_000, explanations.FEW_BLOCKS, marks=pytest.mark.long),
+        pytest.param(10_000, miss_causes.FEW_BLOCKS, marks=pytest.mark.long),
     ],
 )
 def test_misses_are_explained_correctly(count: int, few: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(explanations, "FEW_BLOCKS", few)
+    monkeypatch.setattr(miss_causes, "FEW_BLOCKS", few)
     world = World(3)
     injector = Injector(world)
     lasting = {"room", "own_ceiling", "cleared", "writer_died", "write_failed", "told"}

@@ -10,8 +10,8 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from kvcache_client.address_ranges import Runs
 from kvcache_client.devices.layout import Fragment
-from kvcache_client.spans import Runs
 from kvcache_proto.errors import ServerError
 
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterator
 
+from kvcache_client.address_ranges import Spans
 from kvcache_client.devices import Job
-from kvcache_client.devices.paths import Blocks, Path, rows
+from kvcache_client.devices.copy_paths import Blocks, Path, rows
 from kvcache_client.devices.runtime import Handle, Runtime
-from kvcache_client.spans import Spans
 
 
 class BounceBuffers:

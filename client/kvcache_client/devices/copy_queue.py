@@ -21,12 +21,12 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from kvcache_client.address_ranges import Spans, cut
 from kvcache_client.devices import CopyError, Job
 from kvcache_client.devices.bounce_buffers import BounceBuffers
-from kvcache_client.devices.paths import Path
+from kvcache_client.devices.copy_paths import Path
 from kvcache_client.devices.registration import Registration
 from kvcache_client.devices.runtime import Handle, Runtime
-from kvcache_client.spans import Spans, cut
 
 logger = logging.getLogger("kvcache_client.devices")
 

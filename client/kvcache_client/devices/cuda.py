@@ -12,10 +12,10 @@ import numpy.typing as npt
 import torch
 
 from kvcache_client.devices import CopyError, Unsupported
+from kvcache_client.devices.copy_paths import Path, Staged, Straight
 from kvcache_client.devices.cuda_driver import Driver
 from kvcache_client.devices.cuda_kernels import CudaPacker, find_compiler
 from kvcache_client.devices.layout import Fragment, Section, sections
-from kvcache_client.devices.paths import Path, Staged, Straight
 from kvcache_client.devices.runtime import Handle
 from kvcache_client.devices.streams import Paths, StreamDevice
 from kvcache_client.devices.tuning import Tuning, read_tuning

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from kvcache_client.devices import CopyError, Unsupported
+from kvcache_client.devices.copy_paths import Path, Straight
 from kvcache_client.devices.layout import Fragment, sections
 from kvcache_client.devices.npu_runtime import HostRegister, NpuRuntime
-from kvcache_client.devices.paths import Path, Straight
 from kvcache_client.devices.runtime import Handle
 from kvcache_client.devices.streams import Paths, StreamDevice
 from kvcache_client.devices.tuning import Tuning, read_tuning

@@ -17,8 +17,8 @@ import numpy.typing as npt
 
 from kvcache_client.devices import CopyError, Device, Job, Memory, check_job
 from kvcache_client.devices.bounce_buffers import BounceBuffers
+from kvcache_client.devices.copy_paths import Path
 from kvcache_client.devices.copy_queue import CopyQueue
-from kvcache_client.devices.paths import Path
 from kvcache_client.devices.registration import Registration
 from kvcache_client.devices.runtime import Handle, Runtime
 from kvcache_client.devices.tuning import Tuning

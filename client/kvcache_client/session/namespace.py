@@ -10,7 +10,7 @@ from kvcache_client.session.channel import Channel
 from kvcache_client.session.connection import Connection
 from kvcache_client.session.daemon import LOST, Daemon, ignore
 from kvcache_client.session.grants import Lease, Parts, PendingReservation, Reservation, chosen_shards, parts_of_hits
-from kvcache_client.session.replies import wrong_lookup, wrong_reservation
+from kvcache_client.session.reply_checks import wrong_lookup, wrong_reservation
 from kvcache_client.session.settlements import Settlements
 from kvcache_proto import messages as m
 from kvcache_proto.errors import BadArgument

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvcache_client.spans import Runs
+from kvcache_client.address_ranges import Runs
 from kvcache_proto.errors import RegionError
 from kvcache_proto.mapping import map_file
 from kvcache_proto.region import (

@@ -13,7 +13,7 @@ from kvcache_client.session import forks
 from kvcache_client.session.channel import Channel, Handler
 from kvcache_client.session.connection import Connection
 from kvcache_client.session.daemon import Daemon
-from kvcache_client.session.replies import wrong_settlement
+from kvcache_client.session.reply_checks import wrong_settlement
 from kvcache_proto.messages import Error, Reply, Settle, Settled
 from kvcache_proto.types import Outcome, Verdict
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 
+from kvcache_client.address_ranges import Runs
 from kvcache_client.devices import Device, Job, Memory
 from kvcache_client.session.counters import Counters
 from kvcache_client.session.namespace import Namespace
 from kvcache_client.session.session import Session
-from kvcache_client.spans import Runs
 from kvcache_client.worker.kv_layout import KVLayout
 from kvcache_client.worker.places import Piece
 from kvcache_client.worker.verification import Verifier

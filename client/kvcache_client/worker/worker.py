@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvcache_client.devices import CopyError, Device, open_device
+from kvcache_client.devices.hybrid import SeveralLayouts
 from kvcache_client.devices.layout import Fragment
 from kvcache_client.devices.registration import Registration
 from kvcache_client.devices.self_test import check_copies
-from kvcache_client.devices.several import SeveralLayouts
 from kvcache_client.session.namespace import Namespace
 from kvcache_client.session.session import Session
 from kvcache_client.settings import ConnectorSettings

@@ -12,7 +12,7 @@ from kvcache_proto.text import escaped
 from kvcache_proto.types import MAX_NAME
 from kvcache_server.admin_client import AdminClient
 from kvcache_server.commands.options import endpoint_option
-from kvcache_server.explanation import Answer, Explanation, Remembered, Run, TierRun
+from kvcache_server.why_answer import Answer, Explanation, Remembered, Run, TierRun
 
 # One line per cause; {engine}, {where}, {ages} and so on are filled in from the facts that come with it.
 CAUSES = {
@@ -32,8 +32,8 @@ CAUSES = {
     "blocks{worth}",
     "namespace_ceiling": "evicted {ages} earlier: the namespace had reached its ceiling, and engine {engine} saved "
     "other blocks{worth}",
-    "dropped": "evicted {ages} earlier, before all others, because a request had said that they are not needed again; to "
-    "make room for blocks that engine {engine} saved{where}",
+    "dropped": "evicted {ages} earlier, before all others, because a request had said that they are not needed again; "
+    "to make room for blocks that engine {engine} saved{where}",
     "passed": "evicted {ages} earlier, before others, because their prompts had gone on by two boundaries; to make "
     "room for blocks that engine {engine} saved{where}",
     "cleared": "cleared {ages} earlier by an operator ({engine})",

@@ -36,7 +36,7 @@ from kvcache_server.core.sweeper import AT_ONCE, Sweeper
 from kvcache_server.core.tiers import Tiers
 
 if TYPE_CHECKING:
-    from kvcache_server.core.recovery.snapshot import Snapshot
+    from kvcache_server.core.recovery.read_rows import Snapshot
 
 EPOCH_SHIFT = 40  # numbers of leases and reservations begin with the daemon's epoch: none is used twice
 

@@ -25,9 +25,9 @@ from kvcache_server.core.effects import (
 from kvcache_server.core.eviction.policy import EVICTED_FOR, NAMESPACE_CEILING, OWN_CEILING, ROOM
 from kvcache_server.core.index import TAG_BYTES, Group, tagged
 from kvcache_server.insight.chains import chain
-from kvcache_server.insight.explanations import Explanations, kept_back
 from kvcache_server.insight.infinite_cache import InfiniteCache
 from kvcache_server.insight.lookup_tap import LookupTap
+from kvcache_server.insight.miss_causes import Explanations, kept_back
 from kvcache_server.insight.miss_log import Below, EngineNote, Lookup, MissLog
 from kvcache_server.insight.stats import Report, Residency, Telemetry
 from kvcache_server.slices import Steps, begin

@@ -1,4 +1,4 @@
-"""The records that explain why a request had no hit. Pure; explanations.py makes answers from them.
+"""The records that explain why a request had no hit. Pure; miss_causes.py makes answers from them.
 
 For a lookup that misses, the request's frame is kept. For a block that is removed or refused, its name is kept, with an
 Occasion shared by similar blocks of the same request. Everything is bounded, and reports how far back it reaches.
@@ -16,7 +16,7 @@ from kvcache_proto.types import NamespaceSpec
 from kvcache_server.core.effects import Actor
 from kvcache_server.core.eviction.worth import one_off
 from kvcache_server.core.index import CLASS_MASK, FIRST_TICK, TICKS_PER_SECOND, Block
-from kvcache_server.explanation import TierRun
+from kvcache_server.why_answer import TierRun
 
 LOOKUPS = 16 << 20  # bytes of remembered lookups; each one, and each tier's report about it, counts as EACH more
 EACH = 512

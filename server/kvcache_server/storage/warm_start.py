@@ -123,7 +123,7 @@ def open_cache(config: Config, folder: Folder, fresh: bool = False, progress: Pr
 
 def _restore(cache: Cache, region: Region, state: StateFile, disconnected: set[int]) -> None:
     """Restore the previous daemon's cache."""
-    from kvcache_server.core.recovery.snapshot import Snapshot  # imports numpy, which an empty daemon does without
+    from kvcache_server.core.recovery.read_rows import Snapshot  # imports numpy, which an empty daemon does without
 
     began = time.monotonic()
     gc.disable()  # millions of blocks are created, and none is garbage

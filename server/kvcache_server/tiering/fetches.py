@@ -10,8 +10,8 @@ import msgspec
 from kvcache_proto.types import MAX_BLOCKS
 from kvcache_server.core.index import Group
 from kvcache_server.core.limits import LOOK
-from kvcache_server.tiering.inquiry import Inquiry
-from kvcache_server.tiering.looks import Looking, leading
+from kvcache_server.tiering.questions import Looking, leading
+from kvcache_server.tiering.reports import Inquiry
 
 MOST_COMING = 1 << 16  # blocks to bring
 FIRST_RATE = 1e9  # bytes per second, until the rate has been measured

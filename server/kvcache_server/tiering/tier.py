@@ -8,7 +8,7 @@ from kvcache_server import status
 from kvcache_server.core.index import Group
 from kvcache_server.core.sessions import Session
 from kvcache_server.tiering.fetches import Fetches
-from kvcache_server.tiering.looks import Looking, Looks
+from kvcache_server.tiering.questions import Looking, Looks
 from kvcache_server.tiering.writes import MOST_WRITES, Writes
 
 

@@ -27,8 +27,8 @@ from kvcache_server.core.limits import LOOK
 from kvcache_server.core.lookups import last_end
 from kvcache_server.core.sessions import Session
 from kvcache_server.tiering.fetches import Fetch
-from kvcache_server.tiering.inquiry import Said, absent
-from kvcache_server.tiering.looks import Joint, Looking, eta
+from kvcache_server.tiering.questions import Joint, Looking, eta
+from kvcache_server.tiering.reports import Said, absent
 from kvcache_server.tiering.tier import Tier
 from kvcache_server.tiering.writes import Writing
 

@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from kvcache_client.address_ranges import Runs
 from kvcache_client.devices import Device, Job, open_device
 from kvcache_client.devices.layout import block_fragments
-from kvcache_client.spans import Runs
 from kvcache_client.worker.kv_layout import describe_tensor, flatten
 
 BLOCKS, LAYERS, SLOTS = 24, 5, 40

@@ -16,8 +16,8 @@ import torch
 from rigs import BLOCKS, LAYOUTS, RIGS, SLOTS, Bench, Layout, Memory, Rig
 
 from kvcache_client.devices import CopyError, Unsupported, open_device
+from kvcache_client.devices.hybrid import SeveralLayouts
 from kvcache_client.devices.self_test import check_copies
-from kvcache_client.devices.several import SeveralLayouts
 
 # Bytes.
 

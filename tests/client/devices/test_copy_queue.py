@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from kvcache_client.devices import CopyError, Job, registration
+from kvcache_client.devices.copy_paths import Straight
 from kvcache_client.devices.copy_queue import CopyQueue
 from kvcache_client.devices.layout import Fragment, sections
-from kvcache_client.devices.paths import Straight
 from kvcache_client.devices.registration import Registration
 
 GROWS = 0.05  # seconds between two looks

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvcache_client.address_ranges import Spans
 from kvcache_client.devices import CopyError
+from kvcache_client.devices.copy_paths import Staged
 from kvcache_client.devices.layout import Fragment, sections
-from kvcache_client.devices.paths import Staged
-from kvcache_client.spans import Spans
 
 SLOT = 1 << 16
 

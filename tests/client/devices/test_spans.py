@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcache_client.spans import Runs, Spans, cut, join
+from kvcache_client.address_ranges import Runs, Spans, cut, join
 
 PIECES = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40), st.integers(1, 30)), max_size=12)
 

@@ -61,7 +61,7 @@ from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector
 from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 
 from kvcache_client.devices import CopyError
-from kvcache_client.engines.vllm import running
+from kvcache_client.engines.vllm import running_engine
 from kvcache_client.settings import CONNECTOR
 
 VERSION = vllm.__version__
@@ -406,8 +406,13 @@ class Runner:
     @contextlib.contextmanager
     def current(self) -> Iterator[None]:
         """Be the process's rank: what vLLM and the connector keep once per process is this one's."""
-        before = kv_transfer_state._KV_CONNECTOR_AGENT, parallel_state._TP, parallel_state._PP, running._connectors
-        kv_transfer_state._KV_CONNECTOR_AGENT, running._connectors = self.connector, self._connectors
+        before = (
+            kv_transfer_state._KV_CONNECTOR_AGENT,
+            parallel_state._TP,
+            parallel_state._PP,
+            running_engine._connectors,
+        )
+        kv_transfer_state._KV_CONNECTOR_AGENT, running_engine._connectors = self.connector, self._connectors
         parallel = self.config.parallel_config
         ranks = parallel.tensor_parallel_size
         parallel_state._TP = SimpleNamespace(rank_in_group=self.rank % ranks, world_size=ranks)
@@ -420,7 +425,12 @@ class Runner:
         try:
             yield
         finally:
-            kv_transfer_state._KV_CONNECTOR_AGENT, parallel_state._TP, parallel_state._PP, running._connectors = before
+            (
+                kv_transfer_state._KV_CONNECTOR_AGENT,
+                parallel_state._TP,
+                parallel_state._PP,
+                running_engine._connectors,
+            ) = before
             if apart:
                 layouts.set_kv_cache_layout(None)
 

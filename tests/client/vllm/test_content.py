@@ -178,7 +178,7 @@ def test_a_number_that_stands_for_two_adapters(
 
 def test_an_adapter_that_is_in_no_folder_of_this_host(tmp_path: Path, lines: Any) -> None:
     """Such as a repository's name: vLLM downloads it, and perhaps another commit the next time."""
-    from kvcache_client.engines.vllm.adapters import Adapters
+    from kvcache_client.engines.vllm.lora import Adapters
 
     adapters = Adapters(None, lambda numbers: None)
     for _ in range(2):
@@ -190,7 +190,7 @@ def test_an_adapter_that_is_in_no_folder_of_this_host(tmp_path: Path, lines: Any
 
 def test_files_that_take_long_to_read(sim: Any, adapter: Any) -> None:
     """No request waits for them: it is left alone until they are read."""
-    from kvcache_client.engines.vllm.adapters import Adapters
+    from kvcache_client.engines.vllm.lora import Adapters
 
     folder = adapter("large")
     with (folder / "adapter_model.safetensors").open("r+b") as weights:

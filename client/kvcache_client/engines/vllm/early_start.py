@@ -21,7 +21,7 @@ from kvcache_client.devices import Memory
 from kvcache_client.devices.registration import Registration
 from kvcache_client.devices.runtime import Runtime
 from kvcache_client.devices.tuning import read_tuning
-from kvcache_client.engines.vllm.running import engine_name, join_logs
+from kvcache_client.engines.vllm.running_engine import engine_name, join_logs
 from kvcache_client.session.session import Session
 from kvcache_client.settings import CONNECTOR, ConnectorSettings, parse_settings
 

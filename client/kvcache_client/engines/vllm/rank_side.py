@@ -13,7 +13,7 @@ from kvcache_client.engines.vllm import compat
 from kvcache_client.engines.vllm.early_start import claim, open_session
 from kvcache_client.engines.vllm.groups import hash_tokens, writes_early
 from kvcache_client.engines.vllm.identity import has_experts, rank_block_bytes, share_of_rank
-from kvcache_client.engines.vllm.running import rank_in_engine
+from kvcache_client.engines.vllm.running_engine import rank_in_engine
 from kvcache_client.engines.vllm.setup import Setup
 from kvcache_client.engines.vllm.side import RankReport, RankShare, Side, StepMetadata, close_later
 from kvcache_client.engines.vllm.stats import Feed

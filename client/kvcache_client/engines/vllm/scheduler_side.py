@@ -7,11 +7,11 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from kvcache_client.engines.vllm import compat
-from kvcache_client.engines.vllm.adapters import Adapters
 from kvcache_client.engines.vllm.early_start import open_session
 from kvcache_client.engines.vllm.events import HostEvents
 from kvcache_client.engines.vllm.groups import first_spec, hash_tokens, writes_early
 from kvcache_client.engines.vllm.identity import checkpoint_id, with_stages
+from kvcache_client.engines.vllm.lora import Adapters
 from kvcache_client.engines.vllm.setup import Setup
 from kvcache_client.engines.vllm.side import RankReport, RankShare, Side, StepMetadata, close_later
 from kvcache_client.engines.vllm.stats import CacheStats, Feed

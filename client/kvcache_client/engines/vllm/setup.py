@@ -17,7 +17,7 @@ from kvcache_client.engines.vllm.identity import (
     unsupported_reason,
     why_not_by_head,
 )
-from kvcache_client.engines.vllm.running import (
+from kvcache_client.engines.vllm.running_engine import (
     engine_name,
     has_another,
     join_logs,

@@ -16,7 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from kvcache_client.engines.vllm.identity import Share
-from kvcache_client.engines.vllm.running import retire
+from kvcache_client.engines.vllm.running_engine import retire
 from kvcache_client.engines.vllm.setup import Setup, read_setup
 from kvcache_client.engines.vllm.stats import CacheStats, Feed
 from kvcache_client.session.session import Session

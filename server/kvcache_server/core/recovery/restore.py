@@ -1,4 +1,4 @@
-"""Builds a cache from the result of snapshot.py: pages, index, and unfinished reservations. Pure."""
+"""Builds a cache from the result of read_rows.py: pages, index, and unfinished reservations. Pure."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from kvcache_server.core.index import (
     Reservation,
 )
 from kvcache_server.core.pool import Pool
-from kvcache_server.core.recovery.snapshot import Snapshot
+from kvcache_server.core.recovery.read_rows import Snapshot
 from kvcache_server.core.registry import Registry
 from kvcache_server.core.reservations import Reservations
 from kvcache_server.core.sessions import Engine, Namespace

@@ -8,7 +8,7 @@ from itertools import islice
 import msgspec
 
 from kvcache_server.core.index import Group
-from kvcache_server.tiering.inquiry import Inquiry
+from kvcache_server.tiering.reports import Inquiry
 
 ABSENT_FOR = 5.0  # seconds until a tier is asked again for a block that it lacked: other hosts may store it
 MOST_ABSENT = 1 << 16  # blocks for which that is remembered

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from kvcache_client.address_ranges import Spans, join
 from kvcache_client.devices.layout import Section
 from kvcache_client.devices.runtime import Addresses, Handle, Runtime
-from kvcache_client.spans import Spans, join
 
 if TYPE_CHECKING:
     from kvcache_client.devices.cuda_kernels import CudaPacker
