@@ -25,7 +25,6 @@ class EngineFacts(NamedTuple):
 
     vocabulary: int
     block_tokens: int
-    max_tokens: int
 
 
 class Generated(NamedTuple):
@@ -111,9 +110,7 @@ class Engine:
 
         self._llm = LLM(**arguments)
         config = self._llm.llm_engine.vllm_config
-        return EngineFacts(
-            config.model_config.get_vocab_size(), config.cache_config.block_size, config.model_config.max_model_len
-        )
+        return EngineFacts(config.model_config.get_vocab_size(), config.cache_config.block_size)
 
     def generate(
         self, prompts: list[list[int]], tokens: int, stop: list[int] | None = None, salt: str = ""
