@@ -12,9 +12,9 @@ from kvcache_proto import messages as m
 from kvcache_proto.codec import encode
 from kvcache_server.core.cache import Cache
 from kvcache_server.insight.insight import Insight
+from kvcache_server.miss_report import Answer
 from kvcache_server.slices import finish
 from kvcache_server.status import Connections, Daemon, Histogram, Integrity
-from kvcache_server.why_answer import Answer
 
 _insights: WeakKeyDictionary[Cache, Insight] = WeakKeyDictionary()
 

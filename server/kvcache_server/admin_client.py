@@ -17,8 +17,8 @@ from kvcache_proto.errors import Unavailable, from_wire
 from kvcache_proto.messages import PROTOCOL_VERSION, Clear, Error, Fence, Hello, Ping, Request, Stats, Welcome, Why
 from kvcache_proto.trust import check_server, server_uids
 from kvcache_server.core.limits import OPERATOR
+from kvcache_server.miss_report import Answer
 from kvcache_server.status import Status
-from kvcache_server.why_answer import Answer
 
 
 class AdminClient:

@@ -40,8 +40,8 @@ from kvcache_server.core.index import Block, Group
 from kvcache_server.core.integrity import check_integrity
 from kvcache_server.core.limits import LOOK, STEP
 from kvcache_server.insight.miss_causes import EXAMINED, MOST_BLOCKS, MOST_RUNS
+from kvcache_server.miss_report import Run
 from kvcache_server.slices import finish
-from kvcache_server.why_answer import Run
 
 CUT = (
     *("core.eviction.policy", "core.index", "core.integrity", "core.invalidation", "core.registry"),

@@ -20,12 +20,12 @@ from kvcache_server.core.effects import SessionGone
 from kvcache_server.core.eviction.worth import FACTOR_ONE_OFF
 from kvcache_server.core.index import Group
 from kvcache_server.core.limits import LOOK
+from kvcache_server.miss_report import TierRun
 from kvcache_server.tiering.fetches import MOST_COMING
 from kvcache_server.tiering.questions import MOST_LOOKS, Looking
 from kvcache_server.tiering.tier import Tier
 from kvcache_server.tiering.tiering import STARTING, Tiering
 from kvcache_server.tiering.writes import MOST_WRITES
-from kvcache_server.why_answer import TierRun
 
 SIZE = 1 << 20
 BATCH = 8 << 20

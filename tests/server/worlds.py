@@ -16,7 +16,7 @@ from kvcache_server.commands.why import describe
 from kvcache_server.core.cache import Cache
 from kvcache_server.core.eviction.policy import LRU
 from kvcache_server.core.limits import Limits
-from kvcache_server.why_answer import Answer
+from kvcache_server.miss_report import Answer
 
 KIB = 1 << 10
 IDENTITY = {"dtype": "bfloat16", "weights": "", "shards": "1", "block": "16x8", "seed": "0", "layout": "NHD"}

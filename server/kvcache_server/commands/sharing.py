@@ -10,8 +10,8 @@ from operator import attrgetter
 import msgspec
 
 from kvcache_proto.errors import ConfigError
+from kvcache_server.miss_report import Difference, differences
 from kvcache_server.status import Group, Status
-from kvcache_server.why_answer import Difference, differences
 
 MOST_PAIRS = 5  # of namespaces to compare, of one daemon, or of one model on two hosts
 _MOST_OTHERS = 4  # further facts to name

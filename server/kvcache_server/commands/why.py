@@ -12,7 +12,7 @@ from kvcache_proto.text import escaped
 from kvcache_proto.types import MAX_NAME
 from kvcache_server.admin_client import AdminClient
 from kvcache_server.commands.options import endpoint_option
-from kvcache_server.why_answer import Answer, Explanation, Remembered, Run, TierRun
+from kvcache_server.miss_report import Answer, Explanation, Remembered, Run, TierRun
 
 # One line per cause; {engine}, {where}, {ages} and so on are filled in from the facts that come with it.
 CAUSES = {

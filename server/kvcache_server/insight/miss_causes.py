@@ -27,8 +27,8 @@ from kvcache_server.core.index import TAG_BYTES, Group, tag, tagged
 from kvcache_server.core.limits import LOOK, STEP, Limits
 from kvcache_server.core.sessions import Session
 from kvcache_server.insight.miss_log import EngineNote, Lookup, MissLog
+from kvcache_server.miss_report import Answer, Difference, Explanation, Note, Remembered, Retained, Run, differences
 from kvcache_server.slices import Steps
-from kvcache_server.why_answer import Answer, Difference, Explanation, Note, Remembered, Retained, Run, differences
 
 MOST_BLOCKS = 8192  # examined per lookup, from the first miss on,
 MOST_RUNS = 512  # or until there are this many runs

@@ -16,7 +16,7 @@ from kvcache_proto.types import NamespaceSpec
 from kvcache_server.core.effects import Actor
 from kvcache_server.core.eviction.worth import one_off
 from kvcache_server.core.index import CLASS_MASK, FIRST_TICK, TICKS_PER_SECOND, Block
-from kvcache_server.why_answer import TierRun
+from kvcache_server.miss_report import TierRun
 
 LOOKUPS = 16 << 20  # bytes of remembered lookups; each one, and each tier's report about it, counts as EACH more
 EACH = 512

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from kvcache_server.why_answer import TierRun
+from kvcache_server.miss_report import TierRun
 
 
 class Inquiry(msgspec.Struct, gc=False):
