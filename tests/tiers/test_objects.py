@@ -13,10 +13,10 @@ from obstore.store import S3Store
 from s3_server import SECRET, S3Server, find_weed, free_ports
 
 from kvcache_proto.errors import ConfigError
-from kvcache_tiers import object_storage, packs
+from kvcache_tiers import objects, packs
 from kvcache_tiers.backend import Failed
 from kvcache_tiers.conformance import BackendSuite, Open, Region, key
-from kvcache_tiers.object_storage import ObjectTier
+from kvcache_tiers.objects import ObjectTier
 from kvcache_tiers.packs import make_name
 
 NEVER = 3600  # seconds between looks for the packs of others
@@ -50,7 +50,7 @@ def store(server: S3Server, prefix: str) -> S3Store:
 @pytest.fixture
 def opener(server: S3Server, prefix: str, region: Region) -> Callable[..., ObjectTier]:
     def opener(refresh: float = 0.1, timeout: float = 10) -> ObjectTier:
-        return object_storage.open_tier(server.url(prefix, refresh=refresh, timeout=timeout), region.whole)
+        return objects.open_tier(server.url(prefix, refresh=refresh, timeout=timeout), region.whole)
 
     return opener
 
@@ -189,7 +189,7 @@ class TestObjects(BackendSuite):
         store.put(named(now + 10**7, fast), fast)
         with closing(opener()) as tier:
             assert self.stored(tier, 1, 2, 3) == [False, True, True]
-            store.put(named(now - object_storage.OVERLAP // 2, late), late)
+            store.put(named(now - objects.OVERLAP // 2, late), late)
             wait_until(lambda: tier.contains([key(1)]) == [True])
             assert self.stored(tier, 1, 2, 3) == [True, True, True]
 
@@ -207,7 +207,7 @@ class TestObjects(BackendSuite):
             store.delete(first)
             wait_until(lambda: tier.counts["packs_gone"])
             assert tier.contains([key(1), key(2)]) == [False, True]
-            monkeypatch.setattr(object_storage, "RELIST", 0)
+            monkeypatch.setattr(objects, "RELIST", 0)
             wait_until(lambda: tier.contains([key(1)]) == [True])
             assert self.stored(tier, 1, 2) == [True, True]
             store.delete(old)
@@ -303,7 +303,7 @@ class TestObjects(BackendSuite):
 
     def test_no_bucket(self, server: S3Server, prefix: str, region: Region) -> None:
         with pytest.raises(Failed, match="NoSuchBucket"):
-            object_storage.open_tier(f"s3://another/x?endpoint={server.endpoint}", region.whole)
+            objects.open_tier(f"s3://another/x?endpoint={server.endpoint}", region.whole)
 
 
 @pytest.mark.parametrize(
@@ -327,7 +327,7 @@ class TestObjects(BackendSuite):
 )
 def test_urls_that_say_too_little_or_too_much(url: str) -> None:
     with pytest.raises(ConfigError, match=r"^s3:|^gs:|not a URL"):
-        object_storage.open_tier(url, memoryview(b""))
+        objects.open_tier(url, memoryview(b""))
 
 
 @pytest.mark.parametrize(
@@ -335,14 +335,14 @@ def test_urls_that_say_too_little_or_too_much(url: str) -> None:
 )
 def test_no_credentials_in_urls(url: str) -> None:
     with pytest.raises(ConfigError, match="environment") as caught:
-        object_storage.open_tier(url, memoryview(b""))
+        objects.open_tier(url, memoryview(b""))
     assert "secret-key" not in str(caught.value)
 
 
 def test_settings_of_the_environment_that_are_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("AZURE_STORAGE_ACCOUNT_NAME", raising=False)
     with pytest.raises(ConfigError, match=r"^az://bucket/x: .*Account must be specified"):
-        object_storage.open_tier("az://bucket/x", memoryview(b""))
+        objects.open_tier("az://bucket/x", memoryview(b""))
 
 
 @pytest.mark.parametrize("scheme", ["gs", "az"])
@@ -356,7 +356,7 @@ def test_the_other_stores(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, value)
     endpoint = f"http://127.0.0.1:{free_ports(1)[0]}"
     with pytest.raises(Failed, match=f"{scheme}://bucket/x: .*{endpoint}.*bucket"):
-        object_storage.open_tier(f"{scheme}://bucket/x?endpoint={endpoint}&timeout=1", memoryview(b""))
+        objects.open_tier(f"{scheme}://bucket/x?endpoint={endpoint}&timeout=1", memoryview(b""))
 
 
 def test_an_error_is_one_short_line() -> None:
@@ -368,4 +368,4 @@ def test_an_error_is_one_short_line() -> None:
 def test_the_signature_in_a_url_is_not_told() -> None:
     """Azure's shared access signatures are in the query."""
     error = OSError("Error performing GET https://x.net/a?sig=SECRET in 1ms - status 403: <Error><Code>No</Code>\n")
-    assert object_storage._text(error) == "Error performing GET https://x.net/a in 1ms - status 403 (No)"
+    assert objects._text(error) == "Error performing GET https://x.net/a in 1ms - status 403 (No)"

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
 
+import msgspec
 import pytest
 from conftest import Daemon, StartDaemon
 from failing_disk import failing_disk, missing
@@ -14,6 +15,7 @@ from s3_server import READER, S3Server, find_weed
 from tiered import Connect, ToyEngine, all_is_free, hashes, save_below, tier_of, wait_for, wait_open, why
 
 from kvcache_server.commands.describe import tier_state
+from kvcache_server.status import Tier
 
 PROMPTS = [hashes(number, 8) for number in range(1, 9)]
 Undo = Callable[[], object]
@@ -67,7 +69,7 @@ def check_reads(daemon: Daemon, engine: ToyEngine, said: str) -> None:
     wait_for(is_said, "why it is not written to")
     tier = tier_of(daemon)
     assert tier["off"] == ""
-    assert tier_state({**tier, "writes_off": said}) == f"on, but not written to: {said}"
+    assert tier_state(msgspec.convert({**tier, "writes_off": said}, Tier)) == f"on, but not written to: {said}"
     assert daemon.status()["client_counts"].get("tier_store_failed", 0) == 0
     assert said in daemon.log
 
