@@ -250,7 +250,7 @@ GOOD = '{"timestamp": 0, "input_length": 1024, "output_length": 1, "hash_ids": [
         ('{"timestamp": -1, "hash_ids": [1]}', ">= 0.0 - at `$.timestamp`"),
         ('{"timestamp": NaN, "hash_ids": [1]}', "malformed"),
         ('{"timestamp": 0, "hash_ids": 3}', "at `$.hash_ids`"),
-        ('{"timestamp": 0, "hash_ids": [1, [2]]}', "at `$.hash_ids[...]`"),
+        ('{"timestamp": 0, "hash_ids": [1, [2]]}', "at `$.hash_ids[1]`"),
         ('{"timestamp": 0, "hash_ids": [1, 2, 1]}', "occurs twice"),
         ('{"timestamp": 0, "hash_ids": [1], "input_length": "x"}', "at `$.input_length`"),
         ('{"timestamp": 0, "hash_ids": [1, 2, 3], "input_length": 1024}', "--block-tokens"),
