@@ -25,7 +25,7 @@ from kvcache_server.http import connection_limiter
 BOUNDS = {
     "insight.miss_log": {"LOOKUPS": 1 << 14, "GENERATION": 1 << 8, "NOTES": 16, "SPACES": 32},
     "insight.lookup_tap": {"KEPT": 1 << 8},
-    "insight.residency": {"_SAMPLES": 16},
+    "insight.stats": {"_SAMPLES": 16},
     "daemon.service": {"YOUNG_OBJECTS": 50},
 }
 
