@@ -50,10 +50,12 @@ FOREIGN = {
     "load_async": "loads are asynchronous; see `overlap`",
     "lookup_async": "`deadline_ms` bounds every lookup",
     **dict.fromkeys(
-        ("spec_name", "spec_module_path", "kv_offload_backend", "backpressure", "enable_telemetry", "max_tracker_size"),
+        (
+            *("spec_name", "spec_module_path", "kv_offload_backend", "backpressure", "enable_telemetry"),
+            *("max_tracker_size", "cache_policy_module_path", "num_workers"),
+        ),
         _NOT_HERE,
     ),
-    **dict.fromkeys(("cache_policy_module_path", "num_workers"), _NOT_HERE),
     **dict.fromkeys(
         ("disk_path", "disk_capacity_bytes", "disk_buffer_slots", "use_page_cache", "secondary_tiers"),
         "tiers belong to the daemon: `kvcache-server serve --tier`",

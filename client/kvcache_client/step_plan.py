@@ -111,9 +111,6 @@ class Report:
         return Report(*(mine | theirs if isinstance(mine, dict) else mine + theirs for mine, theirs in pairs))
 
 
-NO_REPORT = Report()
-
-
 def pick_refs(packed: bytes, positions: Sequence[int]) -> bytes:
     """Return the references at `positions`."""
     return b"".join(packed[p * REF_BYTES : (p + 1) * REF_BYTES] for p in positions)

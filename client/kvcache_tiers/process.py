@@ -141,14 +141,14 @@ class TierProcess:
         assert self._backend is not None
         try:
             refused = [pause.why[:MAX_NAME] for pause in (self._moves.writing, self._moves.removing)]
-            jobs = self._session.work(self._name, self._backend.batch_bytes, self._policy, *refused)
+            jobs = self._session.poll_jobs(self._name, self._backend.batch_bytes, self._policy, *refused)
         except (NotPermitted, BadArgument):
             raise
         except KVCacheError as error:  # also if the daemon has forgotten the session, or has an internal error
             if str(error) != self._refusal:
                 self._refusal = str(error)
                 log.warning("no work: %s", error)
-            self._session.worked(off="the answer to a request for work was late")  # the jobs in it are void
+            self._session.report_jobs(off="the answer to a request for work was late")  # the jobs in it are void
             self._stopping.wait(ABSENT)
             return
         self._refusal = ""
@@ -157,11 +157,11 @@ class TierProcess:
             self._join(jobs.specs, now)
         except KVCacheError as error:
             log.warning("a namespace cannot be attached: %s", error)
-        for look in jobs.looks:
+        for look in jobs.exists:
             self._looker.submit(self._guarded, self._look, look, self._namespace(look.namespace, now))
-        for bring in jobs.brings:
+        for bring in jobs.fetches:
             self._reserve(bring, now)
-        for write in jobs.writes:
+        for write in jobs.stores:
             namespace = self._namespace(write.namespace, now)
             self._writers.submit(self._guarded, self._write_out, write, namespace, self._session.region)
         self._leave(now)
@@ -212,7 +212,7 @@ class TierProcess:
         except Failed as error:
             self._failed(error)
         finally:
-            self._session.worked(found=[(look.number, flags)])
+            self._session.report_jobs(exists=[(look.number, flags)])
 
     def _reserve(self, bring: m.Fetch, now: float) -> None:
         """Reserve slots for blocks, and have the blocks read."""
@@ -223,9 +223,9 @@ class TierProcess:
             reservation = namespace.reserve(bring.hashes, bring.parent, bring.group)
         except ClientError as error:
             log.warning("blocks cannot be reserved: %s", error)
-            self._session.worked(brought=[(bring.number, b"")])
+            self._session.report_jobs(fetched=[(bring.number, b"")])
         except Unavailable:
-            self._session.worked(brought=[(bring.number, b"")])
+            self._session.report_jobs(fetched=[(bring.number, b"")])
         else:
             self._readers.submit(self._guarded, self._bring, bring, namespace, reservation)
 
@@ -246,7 +246,7 @@ class TierProcess:
             self._settle(namespace, reservation, found)
             for at, sums in zip(reservation.granted, found, strict=True):
                 there[at] = sums is not None
-            self._session.worked(brought=[(bring.number, bytes(there))])
+            self._session.report_jobs(fetched=[(bring.number, bytes(there))])
 
     @staticmethod
     def _settle(namespace: Namespace, reservation: Reservation, found: Sequence[bytes | None]) -> None:
@@ -271,7 +271,7 @@ class TierProcess:
         except RegionError:
             self._counts["slots_lost"] += len(write.hashes)
         finally:
-            self._session.worked(written=[(write.number, flags)], writes_off=self._moves.writing.why[:MAX_NAME])
+            self._session.report_jobs(stored=[(write.number, flags)], writes_off=self._moves.writing.why[:MAX_NAME])
 
     # The store.
 
@@ -279,7 +279,7 @@ class TierProcess:
         """For a while, send no requests to the store, and request no work from the daemon."""
         self._counts["store_failed"] += 1
         if self._reading.begin(error):
-            self._session.worked(off=str(error)[:MAX_NAME])
+            self._session.report_jobs(off=str(error)[:MAX_NAME])
 
     def _new_counts(self) -> dict[str, int]:
         new = self._counts - self._reported

@@ -42,4 +42,4 @@ def seconds(url: SplitResult, name: str, text: str, kind: Callable[[str], N], le
     with contextlib.suppress(ValueError):
         if least <= (value := kind(text)) <= most:
             return value
-    raise ConfigError(f"{shown(url)}: {name} is a number of seconds from {least:,} to {most:,}")
+    raise ConfigError(f"{shown(url)}: {name} is a number of seconds from {least:g} to {most:g}")

@@ -30,13 +30,13 @@ _OF_EVENTS = """
     lookups_declined_streaming lookups_declined_unaligned lookups_declined_weights lookups_down lookups_not_wanted
     lookups_over_budget lookups_refused lookups_unanswered lookups_waited_for_load lookups_waited_for_quota
     lookups_waited_for_tier loads_behind_waiting loads_without_room
-    notes_dropped notes_unsaid stale_releases waits_declined_slow
+    notes_dropped notes_unsent stale_releases waits_declined_slow
 
     reserves_down reserves_refused reserves_unanswered saves_dropped saves_failed saves_missed saves_of_another_region
     saves_of_odd_places saves_refused saves_unavailable settles_of_another_region settles_refused settles_sent_again
-    settles_unanswered stale_attaches stale_detaches stale_settles stale_tells refused_unavailable
+    settles_unanswered stale_attaches stale_detaches stale_settles stale_client_reports refused_unavailable
 
-    hints_invalid hints_too_long hints_uncacheable hints_unsaid retain_refused_count retain_refused_other
+    hints_invalid hints_too_long hints_uncacheable hints_unsent retain_refused_count retain_refused_other
     retain_refused_quota
 
     blocks_corrupt blocks_verified canary_checked canary_failed canary_lost canary_mismatches canary_requests

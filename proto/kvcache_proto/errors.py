@@ -5,8 +5,9 @@ Each error has a `code`, its name on the wire, so that the client raises the sam
 
 from __future__ import annotations
 
-import re
 from typing import ClassVar
+
+from kvcache_proto.text import snake_case
 
 
 class KVCacheError(Exception):
@@ -15,7 +16,7 @@ class KVCacheError(Exception):
     code: ClassVar[str] = "error"
 
     def __init_subclass__(cls) -> None:
-        cls.code = re.sub("(?<=[a-z])(?=[A-Z])", "_", cls.__name__).lower()
+        cls.code = snake_case(cls.__name__)
 
 
 class ClientError(KVCacheError):

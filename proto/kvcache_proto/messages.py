@@ -1,12 +1,11 @@
 """The messages, in the order in which an engine uses them. PROTOCOL.md is the normative text.
 
-The tag of a message is its class's name in lower case. A field is never removed or moved; a new one goes last and has
+The tag of a message is its class's name in snake case. A field is never removed or moved; a new one goes last and has
 a default.
 """
 
 from __future__ import annotations
 
-import re
 from functools import reduce
 from operator import or_
 from typing import Annotated, Any
@@ -14,7 +13,7 @@ from typing import Annotated, Any
 import msgspec
 
 from kvcache_proto.counts import MAX_NAMES
-from kvcache_proto.text import escaped
+from kvcache_proto.text import escaped, snake_case
 from kvcache_proto.types import (
     MAX_BLOCKS,
     MAX_HASH_BYTES,
@@ -45,7 +44,7 @@ Hashes = Annotated[list[bytes], msgspec.Meta(max_length=2 * MAX_HASHES)]
 # The handshake: one Hello, one Welcome or Error, then silence until one side ends.
 
 
-class Hello(msgspec.Struct, tag=str.lower, array_like=True, frozen=True):
+class Hello(msgspec.Struct, tag=snake_case, array_like=True, frozen=True):
     version: int
     engine: str
     label: str = ""
@@ -54,7 +53,7 @@ class Hello(msgspec.Struct, tag=str.lower, array_like=True, frozen=True):
     secret: bytes = b""
 
 
-class Welcome(msgspec.Struct, tag=str.lower, array_like=True, frozen=True):
+class Welcome(msgspec.Struct, tag=snake_case, array_like=True, frozen=True):
     version: int
     session: int
     token: bytes
@@ -69,12 +68,7 @@ class Welcome(msgspec.Struct, tag=str.lower, array_like=True, frozen=True):
 # Requests.
 
 
-def _tag(name: str) -> str:
-    """Return the tag of a message: `ReportMisses` is `report_misses`."""
-    return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower()
-
-
-class Request(msgspec.Struct, tag=_tag, array_like=True):
+class Request(msgspec.Struct, tag=snake_case, array_like=True):
     """The client chooses `id`, which the reply repeats; `token` is from the handshake."""
 
     id: int
@@ -292,9 +286,9 @@ class PollJobs(Request):
 class JobResults(Request):
     """Report the outcomes of jobs, by their numbers, a byte per block. It has no reply; unknown numbers are counted."""
 
-    found: Outcomes = []  # of a Exists: 1 if the tier has the block
-    brought: Outcomes = []  # of a Fetch: 1 if the block is cached or being written
-    written: Outcomes = []  # of a Store: 1 if the tier has the block
+    exists: Outcomes = []  # of an Exists: 1 if the tier has the block
+    fetched: Outcomes = []  # of a Fetch: 1 if the block is cached or being written
+    stored: Outcomes = []  # of a Store: 1 if the tier has the block
     off: Name = ""  # why the tier gets no further jobs until it asks for some
     writes_off: Name = ""  # that of the next PollJobs, which may be late
 
@@ -302,7 +296,7 @@ class JobResults(Request):
 # Replies.
 
 
-class Reply(msgspec.Struct, tag=_tag, array_like=True):
+class Reply(msgspec.Struct, tag=snake_case, array_like=True):
     """The answer to the request with the same `id`."""
 
     id: int
@@ -471,9 +465,9 @@ class Jobs(Reply):
     """Work for a tier."""
 
     specs: list[NamespaceSpec] = []  # of the jobs' namespaces that it has not attached
-    looks: list[Exists] = []
-    brings: list[Fetch] = []
-    writes: list[Store] = []
+    exists: list[Exists] = []
+    fetches: list[Fetch] = []
+    stores: list[Store] = []
 
 
 class Error(Reply):

@@ -146,7 +146,6 @@ def found_geometry(header: memoryview) -> PoolGeometry | None:
     if w[_H_MAGIC] == 0 or w[_H_ROWS] == ROWS_GIVEN_UP:
         return None
     geometry = _geometry(header)
-    _check(header, geometry)
     if w[_H_ROWS] != ROWS_FORMAT:
         raise RegionError(f"rows of format {w[_H_ROWS]}: this version reads {ROWS_FORMAT}")
     return geometry
@@ -157,19 +156,20 @@ def is_given_up(header: memoryview) -> bool:
 
 
 def _geometry(header: memoryview) -> PoolGeometry:
+    """Return the geometry in a header. Raises RegionError if it is damaged or has another format."""
     w = header[:HEADER].cast("Q")
-    region_id = bytes(header[_H_ID * WORD : (_H_ID + 2) * WORD])
-    return PoolGeometry(region_id, w[_H_BYTES], w[_H_PAGE_BYTES], w[_H_PAGES], w[_H_DATA])
-
-
-def _check(header: memoryview, geometry: PoolGeometry) -> None:
-    w, found = header[:HEADER].cast("Q"), _geometry(header)
     if w[_H_MAGIC] != MAGIC:
         raise RegionError("no region: the magic is missing")
     if w[_H_VERSION] != FORMAT_VERSION:
         raise RegionError(f"region format {w[_H_VERSION]}: this version reads {FORMAT_VERSION}")
     if w[_H_CHECK] != _header_checksum(header):
         raise RegionError("torn region: the header's checksum fails")
+    region_id = bytes(header[_H_ID * WORD : (_H_ID + 2) * WORD])
+    return PoolGeometry(region_id, w[_H_BYTES], w[_H_PAGE_BYTES], w[_H_PAGES], w[_H_DATA])
+
+
+def _check(header: memoryview, geometry: PoolGeometry) -> None:
+    found = _geometry(header)
     if found.region_id != geometry.region_id:
         raise RegionError("another region: its id differs from the one handed over")
     if found != geometry:

@@ -1,6 +1,8 @@
-"""Make text from other processes safe for logs and terminals. Pure."""
+"""Text: made safe for logs and terminals, and names on the wire. Pure."""
 
 from __future__ import annotations
+
+import re
 
 
 def escaped(text: str) -> str:
@@ -12,3 +14,8 @@ def escaped(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
+
+
+def snake_case(name: str) -> str:
+    """Return the name of a class as on the wire: `BadFrame` is `bad_frame`."""
+    return re.sub("(?<=[a-z])(?=[A-Z])", "_", name).lower()

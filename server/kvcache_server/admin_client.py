@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import socket
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import zmq
@@ -13,12 +13,14 @@ import zmq
 from kvcache_proto import __version__, handshake
 from kvcache_proto.codec import decode_reply, encode
 from kvcache_proto.endpoint import routing_id
-from kvcache_proto.errors import Unavailable, from_wire
+from kvcache_proto.errors import Unavailable, VersionMismatch, from_wire
 from kvcache_proto.messages import PROTOCOL_VERSION, Clear, Error, Fence, Hello, Ping, Request, Stats, Welcome, Why
 from kvcache_proto.trust import check_server, server_uids
 from kvcache_server.core.limits import OPERATOR
 from kvcache_server.miss_report import Answer
 from kvcache_server.status import Status
+
+T = TypeVar("T")
 
 
 class AdminClient:
@@ -69,20 +71,20 @@ class AdminClient:
         self._handshake.close()
 
     def status(self) -> Status:
-        """Return the daemon's figures, without this session. Raises Unavailable for a daemon of another version whose
-        figures this one does not know."""
-        try:
-            status = msgspec.msgpack.decode(self.ask(Stats(0, b"")).stats, type=Status)
-        except msgspec.ValidationError as error:
-            raise Unavailable(
-                f"the figures of the daemon at {self.endpoint} are unknown to this version: {error}"
-            ) from None
+        """Return the daemon's figures, without this session. Raises VersionMismatch if they cannot be read."""
+        status = self._decode(self.ask(Stats(0, b"")).stats, Status)
         status.sessions = [session for session in status.sessions if session.id != self.session]
         return status
 
     def why(self, request: str) -> Answer:
-        """Return why a request of an engine had no hit, or not for all of its blocks."""
-        return msgspec.msgpack.decode(self.ask(Why(0, b"", request)).answer, type=Answer)
+        """Return why a request of an engine had no hit, or not for all of its blocks. Raises as `status` does."""
+        return self._decode(self.ask(Why(0, b"", request)).answer, Answer)
+
+    def _decode(self, packed: msgspec.Raw, kind: type[T]) -> T:
+        try:
+            return msgspec.msgpack.decode(packed, type=kind)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise VersionMismatch(f"the daemon at {self.endpoint} is of another version: {error}") from None
 
     def clear(self, namespace: str = "") -> int:
         """Forget every block of `namespace`, or of all, and return the number of blocks."""

@@ -166,11 +166,9 @@ def _progress_bar() -> Any:
 )
 def status(endpoint: str, as_json: bool, other: str | None) -> None:
     """Show what is cached and which engines are attached."""
-    import msgspec
-
     from kvcache_server.admin_client import AdminClient
     from kvcache_server.commands import sharing
-    from kvcache_server.commands.describe import describe
+    from kvcache_server.commands.describe import describe, json_text
 
     if other is not None and as_json:
         raise ConfigError("status: --compare has no output in JSON: leave --json out")
@@ -180,7 +178,7 @@ def status(endpoint: str, as_json: bool, other: str | None) -> None:
     if there is not None:
         click.echo("\n".join(map(escaped, sharing.between(sharing.spaces_of(figures), there))))
     else:
-        click.echo(msgspec.json.format(msgspec.json.encode(figures)).decode() if as_json else describe(figures))
+        click.echo(json_text(figures) if as_json else describe(figures))
 
 
 def _content(path: str) -> tuple[bytes, str]:

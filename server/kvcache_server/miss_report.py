@@ -61,7 +61,7 @@ def _span(one: tuple[float, float] | None, other: tuple[float, float] | None) ->
     return min(one[0], other[0]), max(one[1], other[1])
 
 
-class TierRun(msgspec.Struct, omit_defaults=True):
+class TierRun(msgspec.Struct):
     """What a tier did about blocks `first` to `last`, which were not in memory.
 
     It had `found` blocks, and brought `brought` of them, the last one `after_s` after the lookup.

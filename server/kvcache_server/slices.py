@@ -21,13 +21,3 @@ def begin(steps: Steps[Result]) -> Result | Steps[Result]:
         result: Result = done.value
         return result
     return steps
-
-
-def finish(steps: Steps[Result]) -> Result:
-    """Do all the work at once, and return the result."""
-    while True:
-        try:
-            next(steps)
-        except StopIteration as done:
-            result: Result = done.value
-            return result

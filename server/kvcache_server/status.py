@@ -64,8 +64,8 @@ class Histogram(msgspec.Struct):
         self.sum += value
 
 
-class Pool(msgspec.Struct):
-    """The region and its contents."""
+class Memory(msgspec.Struct):
+    """The region's memory, by state."""
 
     region_id: str
     bytes: Annotated[Count, _gauge("pool_size_bytes", "Memory for blocks")]
@@ -78,17 +78,22 @@ class Pool(msgspec.Struct):
     quarantined_bytes: Count
     free_bytes: Count
     free_runs: Annotated[Count, _gauge("free_runs", "Runs of free pages: one, if memory is not fragmented")]
-    blocks: Annotated[Count, _doc("Blocks that lookups can find")] = 0
-    blocks_writing: Count = 0
-    blocks_hidden: Annotated[Count, _doc("Complete blocks that wait for their parent")] = 0
+
+
+class Pool(Memory):
+    """The region and its contents."""
+
+    blocks: Annotated[Count, _doc("Blocks that lookups can find")]
+    blocks_writing: Count
+    blocks_hidden: Annotated[Count, _doc("Complete blocks that wait for their parent")]
     pinned_bytes: Annotated[
         Count, _gauge("pinned_bytes", "Bytes of the blocks that leases hold; a block counts once, however many hold it")
-    ] = 0
-    leases: Annotated[Count, _gauge("leases", "Leases held")] = 0
-    reservations: Annotated[Count, _gauge("reservations", "Reservations with unsettled shards")] = 0
+    ]
+    leases: Annotated[Count, _gauge("leases", "Leases held")]
+    reservations: Annotated[Count, _gauge("reservations", "Reservations with unsettled shards")]
     residence: Annotated[
         Histogram, _histogram("residence_seconds", "How long evicted blocks were cached; a sample of one in 8")
-    ] = msgspec.field(default_factory=lambda: Histogram.of(()))
+    ]
 
 
 class Group(msgspec.Struct):
@@ -154,7 +159,7 @@ class Session(msgspec.Struct):
 
 
 class Away(msgspec.Struct):
-    """A session whose connection has closed although its process lives: it keeps the slots that it may be writing."""
+    """A session whose handshake connection has closed although its process lives. It keeps slots that it may write."""
 
     id: Count
     engine: str

@@ -30,6 +30,7 @@ from kvcache_proto.region import ALIGN, ROW
 from kvcache_proto.types import GroupSpec, NamespaceSpec, Outcome, Refusal
 from kvcache_server import signals
 from kvcache_server.admin_client import AdminClient
+from kvcache_server.commands.describe import json_text
 from kvcache_server.commands.tier import run_tier_module
 from kvcache_tools.daemon_process import running_daemon
 
@@ -422,4 +423,4 @@ def command(blocks: int, rounds: int, seconds: float, tier: str | None, block: s
         click.echo(f"[{time.monotonic() - begin:4.0f} s] {text}", err=True)
 
     figures = run(blocks, rounds, seconds, say)
-    click.echo(msgspec.json.format(msgspec.json.encode(figures)).decode() if as_json else "\n" + describe(figures))
+    click.echo(json_text(figures) if as_json else "\n" + describe(figures))

@@ -325,6 +325,8 @@ class Demo:
         hits = self._total("hit_blocks")
         cached = Generated(*second.call("generate", prompts=[prompt], **limits))
         loaded = self._total("hit_blocks") - hits
+        if not (cold.first[0] and cached.first[0]):
+            raise Failed("these engines do not report when an answer begins")
         seen = len(os.path.commonprefix([prompt, asked.prompts[0]])) if number else len(prompt) - 1
         (text,) = first.call("decode", model=model, answers=cached.answers)
         answer = Answer(

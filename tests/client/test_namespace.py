@@ -12,21 +12,21 @@ from typing import Any
 import pytest
 
 from kvcache_client.engines.vllm.identity import (
+    RuntimeFacts,
     Share,
-    Surroundings,
     directory_digest,
     has_experts,
     namespace_spec,
     rank_block_bytes,
     shards,
+    unsupported_by_head,
     unsupported_reason,
-    why_not_by_head,
     with_stages,
 )
 from kvcache_proto.errors import ConfigError
 from kvcache_proto.types import TAIL, GroupSpec, NamespaceSpec
 
-HERE = Surroundings("0.32.0", "cpu cpu", 32, "vllm-none-hash")
+HERE = RuntimeFacts("0.32.0", "cpu cpu", 32, "vllm-none-hash")
 
 
 class AttentionSpec:
@@ -86,7 +86,7 @@ def kv_cache_config(spec: Any = None, groups: int = 1, **facts: Any) -> Any:
     )
 
 
-def spec_of(vllm: Any = None, cache: Any = None, here: Surroundings = HERE, **options: Any) -> NamespaceSpec:
+def spec_of(vllm: Any = None, cache: Any = None, here: RuntimeFacts = HERE, **options: Any) -> NamespaceSpec:
     options = {"blocks_per_slot": 1, "engine_id": "e", **options}
     return namespace_spec(vllm or vllm_config(), cache or kv_cache_config(), here, **options)
 
@@ -177,7 +177,7 @@ def test_the_length_limit_counts_where_positions_are_scaled_by_it() -> None:
         HERE._replace(seed="PYTHONHASHSEED=0"),
     ],
 )
-def test_surroundings_part_namespaces(other: Surroundings) -> None:
+def test_surroundings_part_namespaces(other: RuntimeFacts) -> None:
     assert spec_of(here=other).id != spec_of().id
 
 
@@ -292,7 +292,7 @@ def test_heads_that_cannot_be_shards_are_named() -> None:
         config = vllm_config()
         config.model_config.get_total_num_kv_heads = lambda: heads
         config.parallel_config.tensor_parallel_size, config.parallel_config.pipeline_parallel_size = ranks, stages
-        return why_not_by_head(config, kv_cache_config(cache or spec()), layout)
+        return unsupported_by_head(config, kv_cache_config(cache or spec()), layout)
 
     assert {why(layout) for layout in ("HND", "LBHNC", "BLHNC", "BHLNC")} == {""}
     assert why(ranks=2, heads=8) == why(ranks=4, heads=16) == why(ranks=8, heads=4, cache=spec(num_kv_heads=1)) == ""

@@ -111,7 +111,7 @@ def test_hints_retain_and_drop(
     until(lambda: not session.up, "the end")
     assert not ns.retain(run)
     assert not ns.drop(run)
-    assert session.counters["hints_unsaid"] == 2
+    assert session.counters["hints_unsent"] == 2
 
 
 def test_a_lease_is_released_once(session: Session, spec: NamespaceSpec, hashes: Hashes) -> None:

@@ -14,7 +14,7 @@ from kvcache_client.engines.vllm.groups import (
     hash_tokens,
     is_plain,
     merged_groups,
-    why_not_groups,
+    unsupported_groups,
 )
 from kvcache_client.scheduler.views import Group, Table
 from kvcache_proto.errors import ConfigError
@@ -78,7 +78,7 @@ def test_groups_of_one_kind_are_one() -> None:
     """Gemma 3's are one of full attention and several of windows; the last one has fewer layers."""
     window = SlidingWindowSpec(sliding_window=1024)
     gemma = config((window, 5), (FullAttentionSpec(), 5), (window, 3))
-    assert not is_plain(gemma) and not why_not_groups(VLLM, gemma)
+    assert not is_plain(gemma) and not unsupported_groups(VLLM, gemma)
     full, tail = merged_groups(gemma, 128)
     assert full.group == Group((Table(1, 16, 8),))
     assert tail.group == Group((Table(0, 16, 8), Table(2, 16, 8)), reach=8, kept=1023)
@@ -111,7 +111,7 @@ def test_tokens_that_are_retained_are_needed_too() -> None:
 def test_a_state_is_one_block_whatever_the_slot_s_tokens() -> None:
     """Its page is padded to that of attention; the padding is left out."""
     granite = config((MambaSpec(528), 9), (FullAttentionSpec(528), 1))
-    assert not why_not_groups(VLLM, granite)
+    assert not unsupported_groups(VLLM, granite)
     full, state = merged_groups(granite, 1056)
     assert full.group == Group((Table(1, 528, 2),))
     assert state.group == Group((Table(0, 528, 1),), reach=1, is_state=True)
@@ -135,7 +135,7 @@ def test_slots_and_hashes_fit_all_block_sizes() -> None:
 
 def test_what_vllm_does_not_cache_is_left_out() -> None:
     several = config((FullAttentionSpec(), 1), (CircularBufferSpec(5), 1))
-    assert not why_not_groups(VLLM, several)
+    assert not unsupported_groups(VLLM, several)
     assert boundary_tokens(several) == 16
     (full,) = merged_groups(several, 128)
     assert full.group == Group((Table(0, 16, 8),))
@@ -159,29 +159,29 @@ def drafting(eagle: bool) -> Any:
 def test_what_is_declined_is_named() -> None:
     full, window = FullAttentionSpec(), SlidingWindowSpec(sliding_window=100)
     two = (full, 1), (window, 1)
-    assert not why_not_groups(VLLM, config(*two))
-    assert not why_not_groups(drafting(False), config(*two))
-    assert not why_not_groups(drafting(True), config(*two[::-1]))
-    assert why_not_groups(drafting(True), config((window, 1))).startswith("a drafter")
-    assert not why_not_groups(drafting(True), config((full, 2)))
+    assert not unsupported_groups(VLLM, config(*two))
+    assert not unsupported_groups(drafting(False), config(*two))
+    assert not unsupported_groups(drafting(True), config(*two[::-1]))
+    assert unsupported_groups(drafting(True), config((window, 1))).startswith("a drafter")
+    assert not unsupported_groups(drafting(True), config((full, 2)))
     old = config(*two)
     old.kv_cache_tensors = [SimpleNamespace(size=PAGE, shared_by=["0.0", "1.0"])]
     said = "2 KV cache groups (FullAttentionSpec, SlidingWindowSpec): before vLLM 0.32"
-    assert why_not_groups(VLLM, old).startswith(said)
-    assert why_not_groups(VLLM, config()) == "its model has no KV cache"
-    assert why_not_groups(VLLM, config((SinkFullAttentionSpec(), 1))).startswith("SinkFullAttentionSpec")
+    assert unsupported_groups(VLLM, old).startswith(said)
+    assert unsupported_groups(VLLM, config()) == "its model has no KV cache"
+    assert unsupported_groups(VLLM, config((SinkFullAttentionSpec(), 1))).startswith("SinkFullAttentionSpec")
     mixed = SimpleNamespace(block_size=16, kv_cache_specs={"a": full, "b": window})
-    assert why_not_groups(VLLM, config((mixed, 2))).startswith("SlidingWindowSpec")
+    assert unsupported_groups(VLLM, config((mixed, 2))).startswith("SlidingWindowSpec")
     hosted = config(*two, group0={"host_resident": True})
-    assert "host memory" in why_not_groups(VLLM, hosted)
+    assert "host memory" in unsupported_groups(VLLM, hosted)
     derived = config(*two, group0={"enable_kv_transfer": False})
-    assert "host memory" in why_not_groups(VLLM, derived)
+    assert "host memory" in unsupported_groups(VLLM, derived)
     replayed = SlidingWindowSpec(sliding_window=100, prefix_cacheable=False, prefix_replay_tokens=100)
-    assert "replay" in why_not_groups(VLLM, config((full, 1), (replayed, 1)))
+    assert "replay" in unsupported_groups(VLLM, config((full, 1), (replayed, 1)))
     lost = MambaSpec(528, mamba_cache_mode="none")
-    assert "--mamba-cache-mode align" in why_not_groups(VLLM, config((full, 1), (lost, 1)))
+    assert "--mamba-cache-mode align" in unsupported_groups(VLLM, config((full, 1), (lost, 1)))
     fine = config((FullAttentionSpec(528), 1), (MambaSpec(528), 1), hash_block_size=16)
-    assert "states within blocks" in why_not_groups(VLLM, fine)
+    assert "states within blocks" in unsupported_groups(VLLM, fine)
     odd = config((FullAttentionSpec(48), 1), (SlidingWindowSpec(sliding_window=100), 1), hash_block_size=32)
-    assert "hashes of 32 tokens" in why_not_groups(VLLM, odd)
+    assert "hashes of 32 tokens" in unsupported_groups(VLLM, odd)
     assert math.lcm(48, 16) == boundary_tokens(odd)

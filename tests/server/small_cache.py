@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from host import geometry_of
-from insights import answer
+from insights import answer, finish
 
 from kvcache_proto import messages as m
 from kvcache_proto.types import MAX_BLOCKS, GroupSpec, NamespaceSpec, Outcome, Refusal, Verdict
@@ -12,7 +12,6 @@ from kvcache_server.core.cache import Cache
 from kvcache_server.core.eviction.policy import WORTH
 from kvcache_server.core.index import Group
 from kvcache_server.core.limits import Limits
-from kvcache_server.slices import finish
 
 KIB, MIB = 1 << 10, 1 << 20
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from insights import process
+from insights import finish, process
 from small_cache import make_cache
 
 from kvcache_proto import messages as m
@@ -25,7 +25,7 @@ from kvcache_server.http.admin_ops import AdminOps
 from kvcache_server.http.app import HttpApp
 from kvcache_server.http.connection_limiter import SECONDS
 from kvcache_server.insight.insight import Insight
-from kvcache_server.slices import Steps, begin, finish
+from kvcache_server.slices import Steps, begin
 from kvcache_server.status import Daemon
 
 SLOW, QUICK = "/api/v1/namespaces", "/healthz"

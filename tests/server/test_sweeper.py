@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 import small_cache
-from insights import begin, explained, figures, follow
+from insights import begin, explained, figures, finish, follow
 from small_cache import KIB, MIB, audit, chain, hashes, make_cache
 
 from kvcache_proto import messages as m
@@ -41,7 +41,6 @@ from kvcache_server.core.integrity import check_integrity
 from kvcache_server.core.limits import LOOK, STEP
 from kvcache_server.insight.miss_causes import EXAMINED, MOST_BLOCKS, MOST_RUNS
 from kvcache_server.miss_report import Run
-from kvcache_server.slices import finish
 
 CUT = (
     *("core.eviction.policy", "core.index", "core.integrity", "core.invalidation", "core.registry"),

@@ -22,7 +22,7 @@ from kvcache_server.core.index import Group
 from kvcache_server.core.limits import LOOK
 from kvcache_server.miss_report import TierRun
 from kvcache_server.tiering.fetches import MOST_COMING
-from kvcache_server.tiering.questions import MOST_LOOKS, Looking
+from kvcache_server.tiering.questions import MOST_QUESTIONS, Question
 from kvcache_server.tiering.tier import Tier
 from kvcache_server.tiering.tiering import STARTING, Tiering
 from kvcache_server.tiering.writes import MOST_WRITES
@@ -48,8 +48,8 @@ def names(count: int, of: str = "a") -> list[bytes]:
 
 def bring(tier: Tier, group: Group, hashes: list[bytes], now: float, rate: float, at_once: int) -> float:
     """Have blocks found and brought, `at_once` parts in each burst; return when the last has come."""
-    assert tier.looks.ask(Looking("engine", group, None, hashes, now))
-    tier.looks.sent[1] = tier.looks.waiting.popleft()
+    assert tier.questions.ask(Question("engine", group, None, hashes, now))
+    tier.questions.sent[1] = tier.questions.waiting.popleft()
     assert tier.found(1, b"\1" * len(hashes), now) is not None
     number = 10
     while True:
@@ -78,10 +78,10 @@ def test_the_rate_of_a_tier_is_learned_also_from_parts_that_come_in_bursts(
 
 def test_blocks_that_a_tier_did_not_have_are_not_asked_for_at_once_again(tier: Tier, group: Group) -> None:
     hashes = names(4)
-    looking = Looking("engine", group, None, hashes, 100.0)
-    assert tier.looks.ask(looking) and tier.knows(group, hashes[0], 100.0)
-    tier.looks.sent[1] = tier.looks.waiting.popleft()
-    assert tier.found(1, b"\1\1\0\1", 100.0) is looking and looking.inquiry.found == 2
+    question = Question("engine", group, None, hashes, 100.0)
+    assert tier.questions.ask(question) and tier.knows(group, hashes[0], 100.0)
+    tier.questions.sent[1] = tier.questions.waiting.popleft()
+    assert tier.found(1, b"\1\1\0\1", 100.0) is question and question.inquiry.found == 2
     assert tier.knows(group, hashes[0], 100.0) and tier.knows(group, hashes[2], 104.9)
     assert not tier.knows(group, hashes[2], 105.1) and not tier.knows(group, hashes[3], 100.0)
 
@@ -106,9 +106,9 @@ def test_only_the_daemons_user_may_run_tiers() -> None:
 def test_a_tier_that_does_not_keep_up_is_not_asked_to_bring_more(tier: Tier, group: Group) -> None:
     most = 1 << 14
     for turn in range(6):
-        tier.looks.sent[turn] = looking = Looking("engine", group, None, names(most, f"{turn} "), 100.0)
-        tier.looks.asked[looking.name] = looking
-        assert tier.found(turn, b"\1" * most, 100.0) is looking and looking.inquiry.found == most
+        tier.questions.sent[turn] = question = Question("engine", group, None, names(most, f"{turn} "), 100.0)
+        tier.questions.asked[question.name] = question
+        assert tier.found(turn, b"\1" * most, 100.0) is question and question.inquiry.found == most
     assert len(tier.fetches.coming) == MOST_COMING == 4 * most
     assert tier.fetches.backlog == MOST_COMING * SIZE and tier.counts["blocks_not_brought"] == 2 * most
 
@@ -144,8 +144,8 @@ class Host:
 
     def has(self, name: str, blocks: int) -> None:
         """Let a tier have the first `blocks` of what it is asked for."""
-        (look,) = self.jobs(name).looks
-        self.worked(name, found=[(look.number, b"\1" * blocks + bytes(len(look.hashes) - blocks))])
+        (look,) = self.jobs(name).exists
+        self.worked(name, exists=[(look.number, b"\1" * blocks + bytes(len(look.hashes) - blocks))])
 
     def look_up(self, length: int = 12, of: str = "p") -> Callable[[], list[dict[str, Any]]]:
         """Look a chain up, of which two blocks are cached; return a function that says what `why` says of tiers."""
@@ -196,15 +196,15 @@ def test_blocks_of_two_tiers_that_come_too_late() -> None:
     coming = host.look_up()
     assert coming() == [told("disk", "coming", 2, 5), told("disk", "absent", 6, 11), told("redis", "coming", 6, 11)]
     host.now += 0.03
-    (bring,) = host.jobs("disk").brings
-    host.worked("disk", brought=[(bring.number, b"\1" * 4)])
+    (bring,) = host.jobs("disk").fetches
+    host.worked("disk", fetched=[(bring.number, b"\1" * 4)])
     late = {"brought": 4, "found": 4}
     assert said()[0] == told("disk", "late", 2, 5, **late, after_s=0.05)
     assert coming()[0] == told("disk", "late", 2, 5, **late, after_s=0.03)
-    first, second = host.jobs("redis").brings
-    host.worked("redis", brought=[(first.number, b"\1" * 4)])
+    first, second = host.jobs("redis").fetches
+    host.worked("redis", fetched=[(first.number, b"\1" * 4)])
     assert coming()[2] == told("redis", "coming", 6, 11), "not all have come"
-    host.worked("redis", brought=[(second.number, b"\1\0")])
+    host.worked("redis", fetched=[(second.number, b"\1\0")])
     assert coming()[2] == told("redis", "lost", 6, 11, brought=5, found=6, after_s=0.03)
 
 
@@ -225,7 +225,7 @@ def test_what_is_late_is_expected_later_and_asked_for_ever_more_rarely(brings: b
 
 def test_a_tier_that_is_asked_for_too_much_is_asked_later() -> None:
     host = Host("disk")
-    for number in range(MOST_LOOKS):
+    for number in range(MOST_QUESTIONS):
         host.look_up(of=f"q{number} ")
     said = host.look_up(of="r")
     assert said() == [told("disk", "not_asked", 2, 11)] and host.reply.eta_ms
@@ -343,7 +343,7 @@ def test_new_blocks_are_written_if_most_blocks_return_or_all_are_to_be(
     host.tiering.jobs(host.tiers["disk"], 1, host.now)
     engine.store(chain("n", 5))
     jobs = host.tiering.jobs(host.tiers["disk"], 1, host.now)
-    assert (sum(len(each.hashes) for each in jobs.writes) if jobs else 0) == written
+    assert (sum(len(each.hashes) for each in jobs.stores) if jobs else 0) == written
 
 
 def test_what_lies_above_new_blocks_is_written_with_them() -> None:
@@ -357,7 +357,7 @@ def test_what_lies_above_new_blocks_is_written_with_them() -> None:
     engine.store(chain("n", 10))
     jobs = host.tiering.jobs(host.tiers["disk"], 1, host.now)
     assert jobs is not None
-    first = [name for each in jobs.writes for name in each.hashes]
+    first = [name for each in jobs.stores for name in each.hashes]
     assert first and first == hashes(chain("n", 10))[: len(first)]
     assert host.tiering.report()[0].to_write_blocks == 10
 
@@ -424,8 +424,8 @@ def test_long_looks_leave_no_room_for_writes(monkeypatch: pytest.MonkeyPatch) ->
     host = Host("disk")
     host.look_up(12)
     host.look_up(12, of="q")
-    assert host.jobs("disk").writes == [], "and the daemon goes on"
-    assert len(host.jobs("disk").writes) == 1
+    assert host.jobs("disk").stores == [], "and the daemon goes on"
+    assert len(host.jobs("disk").stores) == 1
 
 
 def test_a_tier_that_refuses_writes_gets_them_later_and_looks_at_once() -> None:
@@ -434,13 +434,13 @@ def test_a_tier_that_refuses_writes_gets_them_later_and_looks_at_once() -> None:
     host.tiering.begin(tier, m.JobResults(2, b"", writes_off="no right"), host.now)  # while a request for work waits
     host.look_up()
     jobs = host.jobs("disk")
-    assert jobs.looks and not jobs.writes
+    assert jobs.exists and not jobs.stores
     host.tiering.begin(tier, m.PollJobs(3, b"", "disk", size, writes_off="no right", removals_off="nor that"), host.now)
     host.look_up()
     assert host.tiering.jobs(tier, 3, host.now) is None
     (figures,) = host.tiering.report()
     assert (figures.off, figures.writes_off, figures.removals_off) == ("", "no right", "nor that")
     host.work("disk")
-    assert host.jobs("disk").writes
+    assert host.jobs("disk").stores
     (figures,) = host.tiering.report()
     assert (figures.writes_off, figures.removals_off) == ("", "")

@@ -75,7 +75,7 @@ if "serve" in sys.orig_argv:
     finish, begin = Answers._finish, Tiering.begin
 
     def finish_and_die(self, sender, frame, session, request, now, reply, error):
-        kinds = [kind for kind in ("looks", "brings", "writes") if getattr(reply, kind, ())]
+        kinds = [kind for kind in ("exists", "fetches", "stores") if getattr(reply, kind, ())]
         for kind in [*kinds, type(reply).__name__]:
             die("before an answer: " + kind)
         finish(self, sender, frame, session, request, now, reply, error)
@@ -83,7 +83,7 @@ if "serve" in sys.orig_argv:
             die("after an answer: " + kind)
 
     def begin_and_die(self, session, request, now):
-        kinds = [kind for kind in ("found", "brought", "written") if getattr(request, kind, ())]
+        kinds = [kind for kind in ("exists", "fetched", "stored") if getattr(request, kind, ())]
         for kind in kinds:
             die("before a report: " + kind)
         begin(self, session, request, now)

@@ -27,7 +27,7 @@ def tier(daemon: Daemon) -> Iterator[Session]:
 
 def ask(tier: Session, wanted: str = "", batch_bytes: int = 8 << 20) -> m.Jobs:
     """Return jobs, among them some of the kind `wanted`."""
-    found = [tier.work("rogue", batch_bytes, m.SECOND)]
+    found = [tier.poll_jobs("rogue", batch_bytes, m.SECOND)]
     wait_for(lambda: not wanted or bool(getattr(found[0], wanted)) or found.insert(0, ask(tier)) is not None, wanted)
     return found[0]
 
@@ -42,9 +42,9 @@ def check_service(daemon: Daemon, engine: ToyEngine) -> None:
 def test_reports_with_absurd_numbers(daemon: Daemon, engine: ToyEngine, tier: Session) -> None:
     ask(tier)
     for session in (tier, engine.session):  # an engine is no tier
-        for field in ("found", "brought", "written"):
-            session.worked(**{field: ABSURD})
-        session.worked(off="x" * 256)
+        for field in ("exists", "fetched", "stored"):
+            session.report_jobs(**{field: ABSURD})
+        session.report_jobs(off="x" * 256)
     unknown = 3 * len(ABSURD) + 4  # each answer of the tier, each report of the engine
     wait_for(lambda: daemon.status()["counters"]["jobs_unknown"] == unknown, "their count")
     check_service(daemon, engine)
@@ -53,7 +53,7 @@ def test_reports_with_absurd_numbers(daemon: Daemon, engine: ToyEngine, tier: Se
 @pytest.mark.parametrize("batch_bytes", [-1, 0, 1 << 40])
 def test_batches_of_absurd_sizes(daemon: Daemon, engine: ToyEngine, tier: Session, batch_bytes: int) -> None:
     with pytest.raises(BadArgument, match="batch_bytes"):
-        tier.work("rogue", batch_bytes, m.SECOND)
+        tier.poll_jobs("rogue", batch_bytes, m.SECOND)
     check_service(daemon, engine)
 
 
@@ -61,18 +61,18 @@ def test_batches_of_absurd_sizes(daemon: Daemon, engine: ToyEngine, tier: Sessio
 def test_answers_of_any_length(daemon: Daemon, engine: ToyEngine, tier: Session, flags: bytes) -> None:
     ask(tier)
     assert engine.load(hashes(1, 20)) == 0
-    (look,) = ask(tier, "looks").looks
-    tier.worked(found=[(look.number, flags), (look.number, flags)])
+    (look,) = ask(tier, "exists").exists
+    tier.report_jobs(exists=[(look.number, flags), (look.number, flags)])
     found = min(len(flags.partition(b"\0")[0]), 20)
     if found:
-        (bring,) = ask(tier, "brings").brings
+        (bring,) = ask(tier, "fetches").fetches
         assert len(bring.hashes) == found
-        tier.worked(brought=[(bring.number, flags), (bring.number, flags)])
+        tier.report_jobs(fetched=[(bring.number, flags), (bring.number, flags)])
     names = hashes(2, 20)
     engine.save(names)
     engine.load(names)
-    (write,) = ask(tier, "writes").writes
-    tier.worked(written=[(write.number, flags), (write.number, flags)])
+    (write,) = ask(tier, "stores").stores
+    tier.report_jobs(stored=[(write.number, flags), (write.number, flags)])
     wait_for(lambda: daemon.status()["counters"]["jobs_unknown"] == 2 + bool(found), "the count of the second ones")
     figures = tier_of(daemon)
     written = sum(flags[:20].ljust(20, b"\0")[at] > 0 for at in range(20))
@@ -91,11 +91,11 @@ def test_blocks_that_were_not_written_are_written_later_with_those_below_them(
     ask(tier, batch_bytes=4 * size)
     engine.save(names)
     engine.load(names)
-    first, second, third = ask(tier, "writes", 4 * size).writes
-    tier.worked(written=[(second.number, b"\1\1\1\1"), (third.number, b"\1\1\1\1"), (first.number, b"\1\0\1\1")])
+    first, second, third = ask(tier, "stores", 4 * size).stores
+    tier.report_jobs(stored=[(second.number, b"\1\1\1\1"), (third.number, b"\1\1\1\1"), (first.number, b"\1\0\1\1")])
     wait_for(lambda: tier_of(daemon)["to_write_blocks"] == 0, "the reports")
     engine.load(names)
-    again = [name for write in ask(tier, "writes", 4 * size).writes for name in write.hashes]
+    again = [name for write in ask(tier, "stores", 4 * size).stores for name in write.hashes]
     assert again == names[1:]
 
 
@@ -126,18 +126,18 @@ def test_jobs_fit_into_a_message(daemon: Daemon, engine: ToyEngine, tier: Sessio
         assert engine.load(names) == 0
     looks = 0
     while looks < 16:
-        jobs = ask(tier, "looks")
-        looks += len(jobs.looks)
-        tier.worked(found=[(each.number, b"") for each in jobs.looks])
+        jobs = ask(tier, "exists")
+        looks += len(jobs.exists)
+        tier.report_jobs(exists=[(each.number, b"") for each in jobs.exists])
     assert looks == 16 and tier_of(daemon)["looks_dropped"] == 4, "more would take too much memory"
     longest = [hashlib.sha256(b"%d" % at).digest() for at in range(MAX_HASHES)]
     assert engine.load(longest) == 0
-    (look,) = ask(tier, "looks").looks
-    tier.worked(found=[(look.number, b"\1" * len(look.hashes))])
+    (look,) = ask(tier, "exists").exists
+    tier.report_jobs(exists=[(look.number, b"\1" * len(look.hashes))])
     brought = 0
     while brought < len(look.hashes):
-        brings = ask(tier, "brings").brings
-        tier.worked(brought=[(each.number, b"\1" * len(each.hashes)) for each in brings])
+        brings = ask(tier, "fetches").fetches
+        tier.report_jobs(fetched=[(each.number, b"\1" * len(each.hashes)) for each in brings])
         brought += sum(len(each.hashes) for each in brings)
     check_service(daemon, engine)
 
@@ -161,7 +161,7 @@ def test_a_report_to_the_last_daemon(start_daemon: StartDaemon) -> None:
         with Session.connect(daemon.endpoint, engine="tier rogue", deadline=5.0) as tier:
             ask(tier)
             engine.load(hashes(1, 4))
-            seen.update(look.number for look in ask(tier, "looks").looks)
+            seen.update(look.number for look in ask(tier, "exists").exists)
         engine.close()
         daemon.stop()
     assert len(seen) == 2

@@ -9,7 +9,7 @@ from typing import Any
 from kvcache_client.devices import Device, Job, Memory
 
 
-class SeveralLayouts(Device):
+class HybridDevice(Device):
     """Passes each job to the device of its layout. `devices` are those, by the number of the layout."""
 
     def __init__(self, devices: Sequence[Device]) -> None:

@@ -172,10 +172,12 @@ def layer_ends(layers: Iterable[Iterable[Tensor]], num_blocks: int, parts: int =
         return [part for part, _ in (_head_fragments if by_head else _stripes)(tensor, num_blocks, parts)]
 
     seen: set[Fragment] = set()
-    ends = []
+    ends, end = [], 0
     for tensors in layers:
-        seen.update(each for tensor in tensors for each in fragments_of(tensor))
-        ends.append(sum(fragment.bytes for fragment in seen))
+        new = {each for tensor in tensors for each in fragments_of(tensor)} - seen
+        seen |= new
+        end += sum(fragment.bytes for fragment in new)
+        ends.append(end)
     return ends
 
 

@@ -101,11 +101,12 @@ class StreamDevice(Device):
             self._runtime.wait(self._compute(), event)
 
     def adopt(self, registration: Registration, owned: bool = True) -> None:
-        if self._owns_registration:
-            self.registration.close()
+        former, owned_it = self.registration, self._owns_registration
         self.registration, self._owns_registration = registration, owned
         for queue in (self._saves, self._loads):
             queue.use(registration)
+        if owned_it:
+            former.close()
 
     def enter_step(self) -> None:
         self._stepping = True

@@ -41,7 +41,7 @@ class CacheReservation(Protocol):
     failed: bool
 
 
-class CacheTicket(Protocol):
+class CachePendingReservation(Protocol):
     """A reservation that is not answered yet; see `kvcache_client.PendingReservation`."""
 
     def poll(self) -> CacheReservation | None: ...
@@ -71,7 +71,7 @@ class CacheNamespace(Protocol):
         start: int = 0,
     ) -> CacheLease: ...
 
-    def reserve_runs_later(self, runs: Sequence[Run]) -> CacheTicket: ...
+    def reserve_runs_later(self, runs: Sequence[Run]) -> CachePendingReservation: ...
 
     def settle(
         self, reservation: int, outcome: Outcome, positions: Sequence[int], shards: Sequence[int], region_id: bytes

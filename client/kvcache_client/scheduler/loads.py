@@ -44,6 +44,7 @@ class Loads:
         self._group, self._block_bytes = group, block_bytes
         self.ended = 0
         self.jobs: list[LoadJob] = []
+        self._begun: list[tuple[str, int]] = []  # since the last plan: requests, and the tokens of their loads
         self._counters = counters
         self._running: dict[str, Load] = {}
         self._coming: dict[str, Load] = {}  # reported, but not complete yet
@@ -72,7 +73,14 @@ class Loads:
         blocks = {block for job in jobs for block in job.blocks}
         brings = hashes if lease is not None else ()
         last = brings[-1] if brings else b""
+        if not ranks:
+            self._begun.append((jobs[0].request, tokens))
         self._running[jobs[0].request] = Load(lease, blocks, frozenset(brings), last, tokens, coming=ranks)
+
+    def take_begun(self) -> list[tuple[str, int]]:
+        """Return the loads that begin with the next plan, except layered ones: requests, and their tokens."""
+        begun, self._begun = self._begun, []
+        return begun
 
     def take_jobs(self) -> list[LoadJob]:
         jobs, self.jobs = self.jobs, []

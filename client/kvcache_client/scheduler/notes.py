@@ -27,13 +27,13 @@ class Notes:
         self._hashes = 0
 
     def note(self, state: RequestState, cause: str, now: float) -> None:
-        """MissNote why a request is not served from the cache; a cause that repeats is noted once."""
+        """Note why a request is not served from the cache; a cause that repeats is noted once."""
         if state.noted != cause:
             state.noted = cause
             self.add(state.id, cause, now)
 
     def add(self, request: str, cause: str, now: float, hashes: Sequence[bytes] = ()) -> None:
-        """MissNote an event of `request`, or of its blocks `hashes`. The oldest ones beyond the bound are dropped and
+        """Note an event of `request`, or of its blocks `hashes`. The oldest ones beyond the bound are dropped and
         counted."""
         self.entries.append((now, request[:MAX_NAME], cause, list(hashes[:HASHES])))
         self._hashes += len(self.entries[-1][3])
@@ -53,4 +53,4 @@ class Notes:
         """Send all notes to the daemon; if they cannot be sent, they are lost, and counted."""
         notes = self.take(now)
         if not namespace.report_misses(notes):
-            self._counters.add("notes_unsaid", len(notes))
+            self._counters.add("notes_unsent", len(notes))

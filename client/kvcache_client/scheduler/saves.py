@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from kvcache_client.scheduler.cache import CacheNamespace, CacheReservation, CacheTicket, Counts
+from kvcache_client.scheduler.cache import CacheNamespace, CachePendingReservation, CacheReservation, Counts
 from kvcache_client.scheduler.events import EngineEvents
 from kvcache_client.scheduler.groups import FullAttention, HybridGroups
 from kvcache_client.scheduler.lazy import Lazy
@@ -52,7 +52,7 @@ class _Sent:
 
     namespace: CacheNamespace
     asked: list[_Asked]
-    ticket: CacheTicket | None = None  # None: not sent yet, or refused as a whole
+    pending: CachePendingReservation | None = None  # None: not sent yet, or refused as a whole
 
 
 class _Refusals:
@@ -242,10 +242,10 @@ class Saves:
             self.waiting.append(sent)
             self._send(sent, self._clock())
 
-    def _send(self, sent: _Sent, now: float) -> CacheTicket | None:
+    def _send(self, sent: _Sent, now: float) -> CachePendingReservation | None:
         if self._refusals.may_send(now):
-            sent.ticket = sent.namespace.reserve_runs_later([each.run for each in sent.asked])
-        return sent.ticket
+            sent.pending = sent.namespace.reserve_runs_later([each.run for each in sent.asked])
+        return sent.pending
 
     def answers(self, given: list[int], wait: float | None) -> list[SaveJob]:
         """Turn the answers that have come, or come within `wait` seconds, into jobs; with `wait`, cancel the rest.
@@ -260,7 +260,7 @@ class Saves:
         for sent in self.waiting:
             reservation = self._answer(sent, until)
             if reservation is None:
-                if sent.ticket is None and self._refusals.hopeless(self._clock()):
+                if sent.pending is None and self._refusals.hopeless(self._clock()):
                     self._refuse(sent)
                     continue
                 for asked in sent.asked:
@@ -294,8 +294,8 @@ class Saves:
     def drop(self) -> None:
         """Give back reservations that no rank has."""
         for sent in self.waiting:
-            if sent.ticket is not None:
-                sent.ticket.cancel()
+            if sent.pending is not None:
+                sent.pending.cancel()
             self._counters.add("saves_dropped", sum(asked.whole for asked in sent.asked))
         self.waiting.clear()
 
@@ -334,16 +334,16 @@ class Saves:
         return SaveJob(asked.state.id, reservation.region_id, reservation.id, kept, refs, blocks, summed, group)
 
     def _answer(self, sent: _Sent, until: float | None) -> CacheReservation | None:
-        """Return the answer if it has come, or comes until then; if it is a refusal as a whole, `ticket` is None."""
+        """Return the answer if it has come, or comes until then; if it is a refusal as a whole, `pending` is None."""
         now = self._clock()
-        ticket = sent.ticket or self._send(sent, now)
-        if ticket is None:
+        pending = sent.pending or self._send(sent, now)
+        if pending is None:
             return None
         try:
-            reservation = ticket.poll()
-            return ticket.wait(max(0.0, until - now)) if reservation is None and until is not None else reservation
+            reservation = pending.poll()
+            return pending.wait(max(0.0, until - now)) if reservation is None and until is not None else reservation
         except KVCacheError as error:
-            sent.ticket = None
+            sent.pending = None
             self._refusals.add(str(error), self._clock())
             return None
 

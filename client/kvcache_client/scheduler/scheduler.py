@@ -231,8 +231,6 @@ class Scheduler:
             lease, jobs = None, [LoadJob(request.id, b"", b"", state.tables[0][start : start + count])]
         keys = group.keys(request.hashes)[start // group.blocks_per_slot : (start + count) // group.blocks_per_slot]
         self._loads.begin(jobs, lease, keys, external, ranks)
-        if not ranks:
-            self.gate.costs.load_began(request.id, external, self._clock())
         state.loading = True
 
     def _overlaps(self, state: RequestState, lookup: LookupResult, external: int) -> bool:
@@ -302,7 +300,10 @@ class Scheduler:
         if self._admission is not None:
             self._admission.scheduled(step.scheduled)
         self._loads.scheduled()
-        timed = self.gate.costs.step(self._step, step, self._clock(), learns=not self._loads.are_coming)
+        now = self._clock()
+        for request, tokens in self._loads.take_begun():
+            self.gate.costs.load_began(request, tokens, now)
+        timed = self.gate.costs.step(self._step, step, now, learns=not self._loads.are_coming)
         membership, requests = self._membership, self._requests
         if membership.unsettled:
             membership.settle()
@@ -460,7 +461,7 @@ class Scheduler:
         return state
 
 
-def _group_rules(engine: EngineFacts, spec: NamespaceSpec, settings: ConnectorSettings) -> FullAttention | HybridGroups:
+def _group_rules(engine: EngineFacts, spec: NamespaceSpec, settings: ConnectorSettings) -> FullAttention:
     """Return the rules by which the engine's blocks are matched, loaded and saved."""
     tokens, only_prompts = engine.block_tokens, settings.save == "prompt"
     if not engine.groups:

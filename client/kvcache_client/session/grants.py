@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
 from typing import NamedTuple
 
 from kvcache_client.session.connection import Connection
 from kvcache_client.session.daemon import Daemon
 from kvcache_client.session.region import Region
 from kvcache_client.session.settlements import Settlements
-from kvcache_proto.errors import BadArgument, RegionError
+from kvcache_proto.errors import BadArgument, KVCacheError, RegionError
 from kvcache_proto.messages import Acquired, Release, Reply, Reserved
 from kvcache_proto.types import (
     FULL,
@@ -110,6 +111,11 @@ class Lease:
         region_id: the region that the slots lie in; b"" if there are none.
     """
 
+    __slots__ = (
+        *("_connection", "_daemon", "_slots", "coming", "divergence", "eta", "failed", "hits", "id", "packed", "parts"),
+        *("pending", "region_id", "sums", "withheld"),
+    )
+
     def __init__(
         self,
         daemon: Daemon,
@@ -166,6 +172,11 @@ class Reservation:
         packed: the granted slots' references, REF_BYTES each.
         failed: whether the daemon did not answer.
     """
+
+    __slots__ = (
+        *("_connection", "_open", "_parts", "_settlements", "_shards", "_slots", "answers", "failed", "granted", "id"),
+        *("packed", "refused", "region_id"),
+    )
 
     def __init__(
         self,
@@ -234,7 +245,7 @@ class PendingReservation:
     """A reservation that was requested and is not answered yet.
 
     `resolve` turns a reply into the reservation; None is no answer. `abandon` gives back the grants of a reply after
-    the ticket was cancelled.
+    it was cancelled.
     """
 
     def __init__(
@@ -257,7 +268,7 @@ class PendingReservation:
         self._pump()
         try:
             return self._answer.result(timeout)
-        except TimeoutError:
+        except FutureTimeout:  # another class than TimeoutError before Python 3.11
             self.cancel()
             return self._resolve(None)
 
@@ -273,5 +284,8 @@ class PendingReservation:
             return
         try:
             self._answer.set_result(self._resolve(reply))
-        except Exception as error:  # noqa: BLE001 - `poll` raises it
+        except KVCacheError as error:
             self._answer.set_exception(error)
+        except BaseException:  # a defect, which the channel counts and logs: to the engine, there is no answer
+            self._answer.set_result(self._resolve(None))
+            raise

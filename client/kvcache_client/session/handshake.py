@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import array
 import os
 import socket
 import time
@@ -14,11 +15,13 @@ from kvcache_proto.errors import BadFrame, Unavailable
 from kvcache_proto.messages import PROTOCOL_VERSION, Hello, Welcome
 from kvcache_proto.trust import check_server
 
-_DESCRIPTORS, _MOST = 2, 8  # with a welcome; that are taken, and closed if they are too many
+_DESCRIPTORS = 2  # that come with a welcome: of the region, and of the session's file
+_MOST_DESCRIPTORS = 8  # that are received at all, and closed if they are too many
+_DESCRIPTOR = array.array("i")
 
 
 class Handshake(NamedTuple):
-    """A completed handshake: the session ends when no process has `connection` open, its lock with `lock`."""
+    """A completed handshake: the session ends when no process has `connection` open, and its lock with `lock`."""
 
     welcome: Welcome
     connection: int
@@ -85,8 +88,14 @@ def _read_frame(connection: socket.socket, received: list[int], until: float, in
     while wanted := handshake.missing(buffer):
         _wait_readable(connection, until, interrupt)
         with forks.guard:
-            data, descriptors, _, _ = socket.recv_fds(connection, wanted, _MOST, socket.MSG_CMSG_CLOEXEC)
-            received.extend(map(forks.adopt, descriptors))
+            # Not socket.recv_fds, which ignores its flags: descriptors would be inherited by programs that are started.
+            data, ancillary, _, _ = connection.recvmsg(
+                wanted, socket.CMSG_SPACE(_MOST_DESCRIPTORS * _DESCRIPTOR.itemsize), socket.MSG_CMSG_CLOEXEC
+            )
+            for level, kind, payload in ancillary:
+                if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                    whole = len(payload) - len(payload) % _DESCRIPTOR.itemsize
+                    received.extend(map(forks.adopt, array.array("i", payload[:whole])))
         if not data:
             raise Unavailable("the daemon closed the connection without an answer")
         buffer += data

@@ -198,7 +198,7 @@ class Namespace:
         return self._reservation(asked, connection, reply, "reserves_unanswered")
 
     def reserve_later(self, hashes: Sequence[bytes], parent: bytes | None = None, group: int = 0) -> PendingReservation:
-        """Ask as `reserve` does, and return at once; the ticket gets the answer."""
+        """Ask as `reserve` does, and return at once; the pending gets the answer."""
         return self.reserve_runs_later([m.Run(_listed(hashes), parent)], group)
 
     def reserve_runs_later(self, runs: Sequence[m.Run], group: int = 0) -> PendingReservation:
@@ -212,7 +212,7 @@ class Namespace:
         self._check(hashes, group, MAX_BLOCKS)
         asked = [(self._group(run.group or group), len(run.hashes)) for run in runs]
         connection, number = self._joined()
-        ticket = PendingReservation(
+        pending = PendingReservation(
             resolve=lambda reply: self._reservation(asked, connection, reply, "reserves_unanswered"),
             abandon=lambda late: self._return_reservation(connection, late),
             pump=self._daemon.pump,
@@ -220,15 +220,15 @@ class Namespace:
         request = m.Reserve(0, b"", number, list(runs), group)
 
         def answered(reply: m.Reply | None) -> None:
-            ticket.answer(reply)
+            pending.answer(reply)
             if reply is None and connection is not None:
                 connection.channel.give_up(LOST)
 
         if not hashes:
-            ticket.answer(_NOTHING)
+            pending.answer(_NOTHING)
         elif not (self._daemon.up and self._daemon.post(connection, request, "reserves_down", answered)):
-            ticket.answer(None)
-        return ticket
+            pending.answer(None)
+        return pending
 
     def _reservation(
         self, asked: Parts, connection: Connection | None, reply: m.Reply | None, reason: str
@@ -352,9 +352,9 @@ class Namespace:
 
         connection, hint.namespace = self._joined()
         if connection is None:
-            self._daemon.count("hints_unsaid")
+            self._daemon.count("hints_unsent")
             return False
-        return self._daemon.post(connection, hint, "hints_unsaid", answered)
+        return self._daemon.post(connection, hint, "hints_unsent", answered)
 
     # Faults.
 
@@ -395,7 +395,7 @@ class Namespace:
         connection, number = self._joined()
         if connection is None:
             return False
-        return self._daemon.post(connection, m.ReportMisses(0, b"", number, notes, group), "notes_unsaid")
+        return self._daemon.post(connection, m.ReportMisses(0, b"", number, notes, group), "notes_unsent")
 
     def _check(self, hashes: Sequence[bytes], group: int, most: int = MAX_HASHES) -> GroupSpec:
         self._daemon.check_process()

@@ -23,7 +23,7 @@ from kvcache_client.session.supervisor import Supervisor, Telemetry
 from kvcache_client.session.waker import Waker
 from kvcache_proto import messages as m
 from kvcache_proto.endpoint import check_endpoint, default_endpoint
-from kvcache_proto.errors import RegionError
+from kvcache_proto.errors import RegionError, Unavailable
 from kvcache_proto.trust import server_uids
 from kvcache_proto.types import NamespaceSpec
 
@@ -186,7 +186,10 @@ class Session:
 
     def stats(self) -> dict[str, Any]:
         """Return the daemon's statistics. Raises Unavailable, also if another thread is requesting them now."""
-        return dict(msgspec.msgpack.decode(self.daemon.ask(m.Stats(0, b""), m.Report).stats))
+        try:
+            return msgspec.msgpack.decode(self.daemon.ask(m.Stats(0, b""), m.Report).stats, type=dict[str, Any])
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise Unavailable(f"the daemon's statistics cannot be read: {error}") from None
 
     def clear(self, namespace: str = "") -> int:
         """Forget every visible block of the namespace with this id, or of all, and return their number."""
@@ -194,23 +197,25 @@ class Session:
 
     # For tiers.
 
-    def work(self, tier: str, batch_bytes: int, writes: str, writes_off: str = "", removals_off: str = "") -> m.Jobs:
-        """Return work for the tier `tier`, perhaps none, after half a second at most; the fields are those of Work.
+    def poll_jobs(
+        self, tier: str, batch_bytes: int, writes: str, writes_off: str = "", removals_off: str = ""
+    ) -> m.Jobs:
+        """Return work for the tier `tier`, perhaps none, after half a second at most; the fields are those of PollJobs.
 
         Raises Unavailable, and the daemon's refusals: NotPermitted for users other than its own.
         """
         return self.daemon.ask(m.PollJobs(0, b"", tier, batch_bytes, writes, writes_off, removals_off), m.Jobs)
 
-    def worked(
+    def report_jobs(
         self,
-        found: Sequence[tuple[int, bytes]] = (),
-        brought: Sequence[tuple[int, bytes]] = (),
-        written: Sequence[tuple[int, bytes]] = (),
+        exists: Sequence[tuple[int, bytes]] = (),
+        fetched: Sequence[tuple[int, bytes]] = (),
+        stored: Sequence[tuple[int, bytes]] = (),
         off: str = "",
         writes_off: str = "",
     ) -> None:
         """Report the results of jobs, from any thread, without waiting; the fields are those of JobResults."""
-        report = m.JobResults(0, b"", list(found), list(brought), list(written), off, writes_off)
+        report = m.JobResults(0, b"", list(exists), list(fetched), list(stored), off, writes_off)
         self.daemon.post(self.daemon.connection, report, "stale_reports")
 
     def ping(self) -> float:

@@ -62,7 +62,7 @@ class Telemetry:
             gained, sums = self._gains.look()
             if state == self._reported and not gained:
                 return
-            if self._daemon.post(connection, m.ReportClient(0, b"", state[1], gained), "stale_tells"):
+            if self._daemon.post(connection, m.ReportClient(0, b"", state[1], gained), "stale_client_reports"):
                 self._gains.note(sums)
                 self._reported = state
 
@@ -170,7 +170,7 @@ class Supervisor:
         """Wait until something is due at `connection`, and do it."""
         daemon, channel = self._daemon, connection.channel
         self._telemetry.report(connection)
-        channel.watched = False  # before looking whether it is busy: a post in between rings the waker
+        channel.watched = False  # before looking whether it is busy: a post in between calls `wake`
         channel.watched = watched = channel.busy
         probe_at = daemon.breaker.probe_at
         timeout, now = daemon.deadline if watched else self._telemetry.seconds_left(), time.monotonic()

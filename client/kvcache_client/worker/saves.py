@@ -100,20 +100,26 @@ class Saves:
             stored.seconds += done.seconds
             if not done.error and not job.group:
                 stored.blocks += len(job.positions)
-            self._log_stored(job.request, stored)
+            ended = self._take_stored(job.request, stored)
+        self._log_stored(job.request, ended)
 
     def finish(self, request: str) -> None:
         """Log the stored blocks of a request that has no more saves, once its running saves have ended."""
+        ended = None
         with self._lock:
             if (stored := self._stored.get(request)) is not None:
                 stored.finished = True
-                self._log_stored(request, stored)
+                ended = self._take_stored(request, stored)
+        self._log_stored(request, ended)
 
-    def _log_stored(self, request: str, stored: _Stored) -> None:
-        if stored.finished and not stored.jobs:
-            del self._stored[request]
-            if not self._rank.number:
-                logger.debug("stored %s", self._rank.amount(stored.blocks, stored.seconds, request))
+    def _take_stored(self, request: str, stored: _Stored) -> _Stored | None:
+        """Remove and return the figures of a request whose saves have all ended."""
+        return self._stored.pop(request) if stored.finished and not stored.jobs else None
+
+    def _log_stored(self, request: str, stored: _Stored | None) -> None:
+        """Log the figures, without the lock: the engine's step takes it."""
+        if stored is not None and not self._rank.number:
+            logger.debug("stored %s", self._rank.amount(stored.blocks, stored.seconds, request))
 
     def take_given_away(self) -> list[tuple[int, int]]:
         """Return the saves, by reservation and first position, that were cancelled since the last call."""

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvcache_client.devices import CopyError, Device, open_device
-from kvcache_client.devices.hybrid import SeveralLayouts
+from kvcache_client.devices.hybrid import HybridDevice
 from kvcache_client.devices.layout import Fragment
 from kvcache_client.devices.registration import Registration
 from kvcache_client.devices.self_test import check_copies
@@ -264,7 +264,7 @@ def _open_devices(
         for each in reversed(devices):
             each.close()
         raise
-    return devices[0] if len(devices) == 1 else SeveralLayouts(devices)
+    return devices[0] if len(devices) == 1 else HybridDevice(devices)
 
 
 def _named(shards: Sequence[int]) -> str:

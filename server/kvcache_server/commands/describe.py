@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
+
+import msgspec
 
 from kvcache_proto.sizes import format_size
 from kvcache_proto.text import escaped
@@ -11,6 +14,11 @@ from kvcache_server.status import Away, Daemon, Eviction, Hints, Pool, Session, 
 
 # Fields of Tier.
 _LOST_BELOW = ("blocks_not_brought", "blocks_not_written", "looks_dropped", "writes_dropped", "writes_too_late")
+
+
+def json_text(value: object) -> str:
+    """Return a struct as JSON in ASCII: names in it come from clients, and may have control characters."""
+    return json.dumps(msgspec.to_builtins(value), indent=2)
 
 
 def describe(figures: Status) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import click
-import msgspec
 
 from kvcache_proto import messages as m
 from kvcache_proto.errors import BadArgument
@@ -11,7 +10,7 @@ from kvcache_proto.sizes import format_size
 from kvcache_proto.text import escaped
 from kvcache_proto.types import MAX_HASH_BYTES, MAX_NAME, MIN_HASH_BYTES
 from kvcache_server.admin_client import AdminClient
-from kvcache_server.commands.describe import table
+from kvcache_server.commands.describe import json_text, table
 from kvcache_server.commands.options import endpoint_option
 
 
@@ -108,6 +107,4 @@ def pins(endpoint: str, as_json: bool) -> None:
         for each in listed
     ]
     head = ("pin", "namespace", "label", "cached", "blocks", "size")
-    click.echo(
-        msgspec.json.format(msgspec.json.encode(listed)).decode() if as_json else "\n".join(table(head, rows, left=3))
-    )
+    click.echo(json_text(listed) if as_json else "\n".join(table(head, rows, left=3)))

@@ -6,11 +6,11 @@ from collections import defaultdict
 from collections.abc import Iterable
 
 import click
-import msgspec
 
 from kvcache_proto.text import escaped
 from kvcache_proto.types import MAX_NAME
 from kvcache_server.admin_client import AdminClient
+from kvcache_server.commands.describe import json_text
 from kvcache_server.commands.options import endpoint_option
 from kvcache_server.miss_report import Answer, Explanation, Remembered, Run, TierRun
 
@@ -115,7 +115,7 @@ BEGAN = {
     "first": "there was no previous daemon",
     "resized": "size or page_size had changed",
     "no_state": "the previous daemon's state file was missing",
-    "invalidated": "the previous daemon's region could not be trusted and was put aside",
+    "distrusted": "the previous daemon's region could not be trusted and was put aside",
     "": "it found the previous daemon's cache",
 }
 
@@ -133,7 +133,7 @@ def command(request: str, endpoint: str, as_json: bool) -> None:
         raise click.BadParameter(f"at most {MAX_NAME} characters")
     with AdminClient(endpoint, "why") as admin:
         answer = admin.why(request)
-    click.echo(msgspec.json.format(msgspec.json.encode(answer)).decode() if as_json else describe(answer))
+    click.echo(json_text(answer) if as_json else describe(answer))
     if not answer.explained:
         raise SystemExit(1)
 

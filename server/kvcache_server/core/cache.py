@@ -38,6 +38,7 @@ from kvcache_server.core.tiers import Tiers
 if TYPE_CHECKING:
     from kvcache_server.core.recovery.read_rows import Snapshot
 
+_NEARLY_FULL = 8  # one page in this many is free: blocks are evicted faster than a tier writes
 EPOCH_SHIFT = 40  # numbers of leases and reservations begin with the daemon's epoch: none is used twice
 
 
@@ -126,7 +127,7 @@ class Cache:
     @property
     def is_nearly_full(self) -> bool:
         """Whether blocks are about to be evicted."""
-        return self.pool.is_nearly_full
+        return self.pool.free.pages <= self.geometry.pages // _NEARLY_FULL
 
     @property
     def generation(self) -> int:
@@ -155,7 +156,7 @@ class Cache:
 
     @property
     def disconnected(self) -> Mapping[int, Session]:
-        """The sessions whose connection has closed and whose process may live."""
+        """The sessions whose handshake connection has closed and whose process may live."""
         return self.registry.disconnected
 
     def holders(self) -> Iterable[Session]:
@@ -194,11 +195,11 @@ class Cache:
         """Use the first `ready_pages` pages from now on."""
         self.pool.grow(ready_pages)
 
-    def survey(self) -> status.Pool:
+    def survey(self) -> status.Memory:
         """Return the sizes of the pool, and its bytes by state."""
         pool, geometry = self.pool, self.geometry
         busy, quarantined = pool.busy * geometry.page_bytes, pool.quarantine.bytes
-        return status.Pool(
+        return status.Memory(
             region_id=geometry.region_id.hex(),
             bytes=pool.capacity,
             used_bytes=self.used,
@@ -212,9 +213,14 @@ class Cache:
             free_runs=len(pool.free.runs()),
         )
 
-    def eviction_figures(self) -> tuple[int, status.Eviction]:
-        """Return the number of evicted blocks that no lookup had found, and how blocks are chosen."""
-        return self.eviction.evicted_unread, self.eviction.figures()
+    @property
+    def evicted_unread(self) -> int:
+        """The evicted blocks that no lookup had found."""
+        return self.eviction.evicted_unread
+
+    def eviction_figures(self) -> status.Eviction:
+        """Return how blocks are chosen for eviction, and how well."""
+        return self.eviction.figures()
 
     def retained(self, now: float) -> status.Hints:
         """Return the figures of retentions by engines and pins by operators. O(retentions): a few milliseconds."""

@@ -69,7 +69,7 @@ class Block(msgspec.Struct, gc=False, order=True):
 
     @property
     def is_found(self) -> bool:
-        """Whether lookups find it. A invalidated block may be visible nevertheless, because it is being read."""
+        """Whether lookups find it. An invalidated block may be visible nevertheless, because it is being read."""
         return self.account.group.visible.get(self.hash) is self
 
     def link(self, parent: Block) -> None:

@@ -215,7 +215,7 @@ def _check_all_pages(cache: Cache, living: dict[int, Block]) -> None:
             assert id(block) in living, "a block that nothing can free"
             if block.visible and not block.is_found:
                 # The next daemon learns of cleared blocks from the state file.
-                assert row is None or id(block) in cleared, "a invalidated block that the next daemon would find"
+                assert row is None or id(block) in cleared, "an invalidated block that the next daemon would find"
         if id(block) in living:
             assert pages == block.account.group.pages, "a block of another size"
             if row is not None:

@@ -63,7 +63,7 @@ class Invalidation:
         for at in range(0, len(request.slots), REF_BYTES):
             block = self._pool.find(request.slots, at)
             if block is None or not block.visible or block.account.group.namespace not in session.attached:
-                self._counters["distrusts_unknown"] += 1
+                self._counters["invalidations_unknown"] += 1
                 stored_by.append(("", 0))
                 continue
             stored_by.append(self._writer(writers, block, request.shard))

@@ -279,7 +279,7 @@ class _Chains:
         none, if there is no `room` for them, or too many would have to be examined."""
         most = min(max(self._left, 0), room // end.account.group.allocated_bytes)
         uncounted = takewhile(lambda block: id(block) not in self._counted, end.ancestors())
-        new = [id(block) for block in islice(uncounted, max(0, most) + 1)]
+        new = [id(block) for block in islice(uncounted, most + 1)]
         self._left -= len(new)
         if len(new) > most:
             return None

@@ -17,7 +17,6 @@ from kvcache_server.core.index import CLASS_MASK, FIRST_TICK, NEXT_TICK, TICKS_P
 Runs = tuple[Run, ...]
 
 _LOOKS = 16  # free runs of a class that may be too short by less than half
-_NEARLY_FULL = 8  # one page in this many is free: blocks are evicted faster than a tier writes
 
 
 class Pool:
@@ -55,11 +54,6 @@ class Pool:
     @property
     def is_growing(self) -> bool:
         return self.ready < self.geometry.pages
-
-    @property
-    def is_nearly_full(self) -> bool:
-        """Whether blocks are about to be evicted."""
-        return self.free.pages <= self.geometry.pages // _NEARLY_FULL
 
     def grow(self, ready: int) -> None:
         """Use the first `ready` pages from now on; the number never decreases."""

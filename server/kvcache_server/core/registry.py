@@ -25,10 +25,10 @@ OPERATORS = 16  # sessions beyond max_sessions that are reserved for operators
 
 
 class Registry:
-    """Attributes: `disconnected` are the sessions whose connection has closed but whose process may live.
+    """Attributes: `disconnected` are the sessions whose handshake connection has closed but whose process may live.
     `not_reclaimed` are sessions of the last epoch that have not reclaimed their leases. `leaving` has sessions as they
-    were when their connection closed, with leases that have not been reclaimed yet, and when these end. `ended` are
-    sessions whose leases are being released.
+    were when their handshake connection closed, with leases that have not been reclaimed yet, and when these end.
+    `ended` are sessions whose leases are being released.
     """
 
     def __init__(self, pool: Pool, eviction: Eviction, sweeper: Sweeper, limits: Limits) -> None:
@@ -81,7 +81,7 @@ class Registry:
         self.sessions[session.id] = session.engine.sessions[session.id] = session
 
     def disconnect(self, number: int, now: float) -> None:
-        """Note that the connection of a session has closed. Its process may live, still write, and still read.
+        """Note that the handshake connection of a session has closed. Its process may still live, write and read.
 
         So it keeps its reservations, and for the grace period its leases, which it may reclaim.
         """
@@ -104,8 +104,8 @@ class Registry:
         return [*self.sessions.values(), *(session for _, session in self.leaving.values()), *self.ended]
 
     def take_former(self, number: int) -> Session | None:
-        """Remove and return a session as it was when its connection closed, if it has leases that were not reclaimed;
-        else None."""
+        """Remove and return a session as it was when its handshake connection closed, if it has leases that were not
+        reclaimed; else None."""
         return self.leaving.pop(number)[1] if number in self.leaving else None
 
     def end_leases_of(self, session: Session | None) -> None:
@@ -124,7 +124,7 @@ class Registry:
         return bool(self.ended)
 
     def tick(self, now: float) -> None:
-        """End leases of sessions whose connection closed too long ago."""
+        """End leases of sessions whose handshake connection closed too long ago."""
         for number, (until, _) in list(self.leaving.items()):
             if now < until:
                 break
@@ -236,7 +236,7 @@ class Registry:
     def abandoned(self) -> list[Namespace]:
         """Return the namespaces that no client can attach again.
 
-        A member whose connection has closed may come back and attach again, as long as its process lives.
+        A member whose handshake connection has closed may come back and attach again, as long as its process lives.
         """
         found = [each for each in self.namespaces.values() if each.spec.ephemeral]
         if not found:

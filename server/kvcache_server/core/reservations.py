@@ -109,13 +109,12 @@ class Reservations:
         granted = reservation.grants
         self._counters["blocks_reserved"] += len(granted)
         if len(granted) < len(answers):
-            named = [(account, name) for run, account in zip(runs, accounts, strict=True) for name in run.hashes]
-            self._note_refused(named, answers, reservation.declined)
+            self._note_refused(runs, accounts, answers, reservation.declined)
         slots = b"".join([grant.block.ref for grant in granted])
         return m.Reserved(request.id, reservation.id if granted else 0, bytes(answers), slots)
 
-    def _note_refused(self, named: list[tuple[Account, bytes]], answers: bytearray, declined: int) -> None:
-        """Count the refused ones of the `named` blocks, and report each with the cause."""
+    def _note_refused(self, runs: list[m.Run], accounts: list[Account], answers: bytearray, declined: int) -> None:
+        """Count the refused blocks, and report each with the cause."""
         for refusal, count in Counter(answers).items():
             if refusal == Refusal.NO_SPACE and declined:
                 self._refusals["not_worth_it"] += declined
@@ -126,6 +125,7 @@ class Reservations:
             return
         no_space = "not_worth_it" if declined else "no_space"
         causes = {Refusal.NO_PARENT: "no_parent", Refusal.NO_SPACE: "grace" if self._eviction.frozen else no_space}
+        named = [(account, name) for run, account in zip(runs, accounts, strict=True) for name in run.hashes]
         for (account, name), answer in zip(named, answers, strict=True):
             if answer > Refusal.IN_FLIGHT:
                 cause = causes.get(Refusal(answer)) or self._exceeded(account)

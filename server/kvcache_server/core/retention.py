@@ -128,7 +128,7 @@ class Retentions:
         self.engines: dict[str, Owner] = {}
         self.waiting: dict[int, Retention] = {}
         self._pool, self._eviction, self._invalidation = pool, eviction, invalidation
-        self._registry, self._namespaces = registry, registry.namespaces
+        self._registry = registry
         self._sweeper, self._effects = sweeper, sweeper.effects
         self._left: deque[Retention] = deque()  # to be looked at
         self._last = 0
@@ -277,7 +277,7 @@ class Retentions:
     def restore(self, pins: Mapping[int, PinMade]) -> None:
         """Pin again the chains that the previous daemon's operator had pinned."""
         for number, pin in sorted(pins.items()):
-            namespace = self._namespaces.get(pin.namespace)
+            namespace = self._registry.namespaces.get(pin.namespace)
             if namespace is None or not 0 <= pin.group < len(namespace.groups) or not pin.hashes:
                 self._effects.records.append(PinEnded(number))
                 continue
@@ -332,7 +332,7 @@ class Retentions:
     def _hold_some(self) -> bool:
         for _ in range(min(STEP, len(self._left))):
             each = self._left.popleft()
-            if self._namespaces.get(each.group.namespace) is None:
+            if self._registry.namespaces.get(each.group.namespace) is None:
                 self._end(each, "namespace_gone")
             elif not each.ended and each.held < each.wanted and _may_hold_more(each):
                 self._hold(each)
@@ -388,13 +388,13 @@ class Retentions:
                 status.Pin(
                     pin=each.number,
                     label=each.label,
-                    namespace=self._namespaces[each.group.namespace].id,
+                    namespace=self._registry.namespaces[each.group.namespace].id,
                     blocks=each.held,
                     wanted=len(each.names),
                     bytes=each.held * each.group.allocated_bytes,
                 )
                 for each in self.operator.retentions.values()
-                if each.group.namespace in self._namespaces
+                if each.group.namespace in self._registry.namespaces
             ],
         )
 

@@ -1,8 +1,9 @@
 """Sampling by hashes whose bytes clients choose. Pure.
 
 Clients choose the bytes of block hashes, so these bytes are not random: in counters, for example, most bits are equal.
-Python's hash() of them is no better if PYTHONHASHSEED is set. So a lot is drawn with a key that only the daemon knows.
-A hash always draws the same lot: a block is either in the sample or not, regardless of how often it is stored.
+Python's hash() of them is no better if PYTHONHASHSEED is set. So hashes are hashed again, with a key that only the
+daemon knows. A keyed hash is always the same: a block is either in the sample or not, regardless of how often it is
+stored.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ Draw = Callable[[bytes], int]
 
 
 def keyed_draw(secret: bytes) -> Draw:
-    """Return a function that maps a hash to its lot: 64 bits, unpredictable without `secret`. 0.5 us per call."""
+    """Return a function that returns the keyed hash of a hash: 64 bits, unpredictable without `secret`. 0.5 us."""
     keyed = hashlib.blake2b(key=secret, digest_size=8)
 
     def draw(block_hash: bytes) -> int:

@@ -66,7 +66,7 @@ class Engine:
 
     number: int
     name: str
-    disconnected: set[int] = field(default_factory=set)  # its sessions whose connection has closed
+    disconnected: set[int] = field(default_factory=set)  # its sessions whose handshake connection has closed
     sessions: dict[int, Session] = field(default_factory=dict)
     reservations: dict[int, Reservation] = field(default_factory=dict)
     accounts: dict[tuple[int, int], Account] = field(default_factory=dict)  # by namespace and group
@@ -147,7 +147,7 @@ class Session:
 
     @property
     def connected(self) -> bool:
-        """Whether its connection is open. A resumed session is a new object."""
+        """Whether its handshake connection is open. A resumed session is a new object."""
         return self.engine.sessions.get(self.id) is self
 
     @property

@@ -18,12 +18,14 @@ from kvcache_proto.codec import decode_request, encode
 from kvcache_proto.errors import BadFrame, BadToken, KVCacheError, ServerError
 from kvcache_server.core.cache import Cache
 from kvcache_server.daemon.background import SLOW, Background, SlowQueue
+from kvcache_server.daemon.delivery import Delivery
 from kvcache_server.daemon.request_socket import Connection, RequestSocket
 from kvcache_server.daemon.session_registry import SessionRegistry
 from kvcache_server.http.admin_ops import AdminOps
 from kvcache_server.insight.insight import Insight
 from kvcache_server.slices import Steps
 from kvcache_server.status import Histogram
+from kvcache_server.storage.state_file import StateFile
 from kvcache_server.tiering.tiering import Tiering
 
 log = logging.getLogger(__name__)
@@ -43,10 +45,10 @@ class Answers:
         insight: Insight,
         tiering: Tiering,
         sessions: SessionRegistry,
-        deliver: Callable[[], None],
+        state_file: StateFile,
         end_turn: Callable[[], None],
     ) -> None:
-        """`deliver()` delivers the core's reports; `end_turn()` is called after each turn of work."""
+        """`end_turn()` is called after each turn of work."""
         self.messages = 0
         self.errors: Counter[str] = Counter()
         self.drops: Counter[str] = Counter()
@@ -55,7 +57,8 @@ class Answers:
         self._slow_queue = SlowQueue(loop, self._answer_in_turn)
         self._cache, self._insight, self._tiering, self._sessions = cache, insight, tiering, sessions
         self._held: dict[int, tuple[Connection, bytes, m.PollJobs, float]] = {}  # requests for work, by session
-        self._deliver, self._end_turn = deliver, end_turn
+        self.delivery = Delivery(cache, state_file, self.failed)
+        self._end_turn = end_turn
         self._tokens = sessions.tokens
         self._request_socket: RequestSocket
         self._operations: AdminOps
@@ -118,7 +121,7 @@ class Answers:
 
     def _begin(self, session: int, request: m.Request, now: float) -> m.Reply | None | Steps[m.Reply | None]:
         if type(request) in Insight.requests:
-            self._deliver()
+            self.delivery.deliver()
             return self._insight.begin(session, request, now)
         if type(request) in Tiering.requests:
             self._tiering.begin(session, request, now)
@@ -170,7 +173,7 @@ class Answers:
         """Answer a request with the reply or the error. `now` is the time at which the request came."""
         packed: bytes | None = None
         if self._cache.effects.records:
-            self._deliver()
+            self.delivery.deliver()
         if error is None and reply is not None:
             try:
                 packed = self._pack(session, request, reply, now)
@@ -224,7 +227,7 @@ class Answers:
         return encode(m.Error(number, BadToken.code, "no open session has this token: shake hands again"))
 
     def _looked_up(self, session: int, request: m.Acquire, reply: m.Acquired, frame: bytes, now: float) -> None:
-        self._deliver()  # its misses may be of blocks removed since the last turn
+        self.delivery.deliver()  # its misses may be of blocks removed since the last turn
         try:
             self._insight.looked_up(session, request, reply, frame, now, self._tiering.said)
         except Exception as error:  # noqa: BLE001 - as in _answer

@@ -19,37 +19,40 @@ log = logging.getLogger(__name__)
 REPORT_SECONDS = 5.0  # between two lines about memory that is being made
 
 
-class RegionFilling:
-    """Grows the cache as memory is made, and logs progress."""
+def fill_region(
+    loop: asyncio.AbstractEventLoop,
+    cache: Cache,
+    region: Region,
+    config: Config,
+    started: float,
+    stop: Callable[[KVCacheError], None],
+) -> None:
+    """Begin to make memory, in a thread; in the loop, grow the cache with it, and log progress.
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, cache: Cache, region: Region, started: float) -> None:
-        """`started` is when the daemon started, by the monotonic clock."""
-        self._loop, self._cache, self._region, self._started = loop, cache, region, started
-        self._reported_at = time.monotonic()
+    `started` is the monotonic time of the daemon's start; `stop` is called with a RegionError if memory runs out.
+    """
+    reported_at = time.monotonic()
 
-    def begin(self, config: Config, stop: Callable[[KVCacheError], None]) -> None:
-        """Begin to make memory, in a thread; call `stop` with a RegionError in the loop if it runs out."""
-        in_loop = self._in_loop
-        self._region.fill(config.lock, config.huge_pages, in_loop(self._grow), in_loop(self._complete), in_loop(stop))
-
-    def _in_loop(self, call: Callable[..., object]) -> Callable[..., None]:
+    def in_loop(call: Callable[..., object]) -> Callable[..., None]:
         def soon(*arguments: object) -> None:
             with contextlib.suppress(RuntimeError):  # the loop is closed: the daemon has stopped
-                self._loop.call_soon_threadsafe(call, *arguments)
+                loop.call_soon_threadsafe(call, *arguments)
 
         return soon
 
-    def _grow(self, made: int, total: int) -> None:
-        self._cache.grow(self._region.ready_pages)
-        if time.monotonic() - self._reported_at >= REPORT_SECONDS and made < total:
-            self._reported_at = time.monotonic()
+    def grow(made: int, total: int) -> None:
+        nonlocal reported_at
+        cache.grow(region.ready_pages)
+        if time.monotonic() - reported_at >= REPORT_SECONDS and made < total:
+            reported_at = time.monotonic()
             log.info("%s of %s are in memory", format_size(made), format_size(total))
 
-    def _complete(self) -> None:
+    def complete() -> None:
+        size = region.geometry.region_bytes
         log.info(
             "all %s are in memory, %s, after %.1f s",
-            format_size(self._region.geometry.region_bytes),
-            self._region.kind_of_memory,
-            time.monotonic() - self._started,
-            extra={"fields": {"event": "complete", "region_bytes": self._region.geometry.region_bytes}},
+            *(format_size(size), region.kind_of_memory, time.monotonic() - started),
+            extra={"fields": {"event": "complete", "region_bytes": size}},
         )
+
+    region.fill(config.lock, config.huge_pages, in_loop(grow), in_loop(complete), in_loop(stop))

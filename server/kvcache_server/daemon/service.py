@@ -10,7 +10,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import uvloop
 
@@ -21,9 +21,8 @@ from kvcache_proto.sizes import format_size
 from kvcache_server import logs, signals
 from kvcache_server.config import Config
 from kvcache_server.daemon.answers import Answers
-from kvcache_server.daemon.delivery import Delivery
 from kvcache_server.daemon.handshake import Admission, HandshakeServer
-from kvcache_server.daemon.region_filling import RegionFilling
+from kvcache_server.daemon.region_filling import fill_region
 from kvcache_server.daemon.reload import Reload, rate_of
 from kvcache_server.daemon.request_socket import RequestSocket
 from kvcache_server.daemon.session_registry import SessionRegistry
@@ -48,13 +47,6 @@ SUMMARY = 10.0
 YOUNG_OBJECTS = 10_000  # allocations between two runs of the garbage collector
 
 
-class _Start(NamedTuple):
-    """When the daemon started, by two clocks."""
-
-    monotonic: float
-    wall: float
-
-
 class Service:
     """Serves one cache at one endpoint until it is stopped."""
 
@@ -71,26 +63,29 @@ class Service:
         self._loop.set_exception_handler(self._callback_failed)
         self._sessions = SessionRegistry(opened, self._disconnect, lambda number, error: self._answers.failed(0, error))
         self._tiering = Tiering(opened.cache, os.geteuid())
-        self._answers: Answers = Answers(
-            *(self._loop, self._cache, self._insight, self._tiering, self._sessions),
-            *(lambda: self._delivery.deliver(), self._end_turn),
+        self._answers = Answers(
+            *(self._loop, self._cache, self._insight, self._tiering, self._sessions, opened.state, self._end_turn)
         )
-        self._delivery: Delivery = Delivery(self._cache, opened.state, self._answers.failed)
-        self._delivery.followers += [self._insight.follow, self._tiering.follow]
+        self._answers.delivery.followers += [self._insight.follow, self._tiering.follow]
         self._admin_ops = AdminOps(
             *(self._cache, self._insight, self._sessions.look_after),
             *(self._answers.background.run, self._end_turn),
         )
         self._failure: KVCacheError | None = None  # the reason that it cannot go on
-        self._started = _Start(time.monotonic(), time.time())
+        self._started, self._started_at = time.monotonic(), time.time()
         self._http: HttpApp | None = None
         self._publisher: Publisher | None = None
         with contextlib.ExitStack() as opened_so_far:  # a daemon that does not start leaves no socket behind
             opened_so_far.callback(self._loop.close)
+            if config.http:  # first: a wrong address, or token file, must not disturb engines that connect
+                from kvcache_server.http.app import HttpApp  # aiohttp takes memory that a daemon without it can use
+
+                self._http = HttpApp(self._loop, config, self._admin_ops, self._answers.failed)
+                opened_so_far.callback(self._http.close)
             if config.events:
                 self._publisher = Publisher(self._loop, config, self._cache)
                 opened_so_far.callback(self._publisher.close)
-                self._delivery.followers.append(self._publisher.follow)
+                self._answers.delivery.followers.append(self._publisher.follow)
             self._request_socket = RequestSocket(
                 *(self._loop, config.endpoint, self._sessions.tokens, self._answers.receive, self._end_turn),
                 self._connection_lost,
@@ -102,11 +97,6 @@ class Service:
                 self._loop, config.endpoint, self._region.fd, geometry, self._admit, self._leave
             )
             opened_so_far.callback(self._handshake.close)
-            if config.http:
-                from kvcache_server.http.app import HttpApp  # aiohttp takes memory that a daemon without it can use
-
-                self._http = HttpApp(self._loop, config, self._admin_ops, self._answers.failed)
-                opened_so_far.callback(self._http.close)
             self._allow_users(config)
             self._open = opened_so_far.pop_all()  # closed in reverse order
         self._tier_processes = TierProcesses(config.endpoint)
@@ -155,8 +145,7 @@ class Service:
         self._manager.ready(self._state())
         self._tier_processes.apply(self._reloading.config.tier)
         self._tiering.expect([each.name for each in self._reloading.config.tier], time.monotonic())
-        filling = RegionFilling(self._loop, self._cache, self._region, self._started.monotonic)
-        filling.begin(self._reloading.config, self._stop)
+        fill_region(self._loop, self._cache, self._region, self._reloading.config, self._started, self._stop)
         signals.unblock()
 
     def _stop(self, error: KVCacheError) -> None:
@@ -182,7 +171,7 @@ class Service:
     def _end_turn(self) -> None:
         """Deliver the remaining reports after the replies of one turn of the loop, offer tiers work, and publish KV
         events."""
-        self._delivery.deliver()
+        self._answers.delivery.deliver()
         self._answers.background.schedule()
         self._answers.offer_work()
         if self._publisher is not None:
@@ -204,7 +193,7 @@ class Service:
         self._handshake.disconnect_soon(session)
 
     def _leave(self, session: int) -> None:
-        """End a session whose connection has closed, after its earlier requests are done."""
+        """End a session whose handshake connection has closed, after its earlier requests are done."""
         self._request_socket.drain(session, lambda: self._end(session))
 
     def _end(self, session: int) -> None:
@@ -263,8 +252,8 @@ class Service:
         return Daemon(
             version=__version__,
             pid=os.getpid(),
-            started_at=round(self._started.wall, 3),
-            uptime_s=round(time.monotonic() - self._started.monotonic, 1),
+            started_at=round(self._started_at, 3),
+            uptime_s=round(time.monotonic() - self._started, 1),
             endpoint=self._reloading.config.endpoint,
             region=self._region.path,
             region_bytes=self._region.geometry.region_bytes,

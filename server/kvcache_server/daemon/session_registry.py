@@ -29,12 +29,14 @@ class SessionRegistry:
     def __init__(
         self, opened: WarmStart, disconnect: Callable[[int], None], failed: Callable[[int, Exception], object]
     ) -> None:
-        """`disconnect(session)` closes a session's connection."""
+        """`disconnect(session)` closes a session's handshake connection."""
         self.tokens: dict[bytes, int] = {}
         self.opened = 0  # so far
         self._cache: Cache = opened.cache
         self._state, self._files = opened.state, opened.files
-        self._disconnected = opened.disconnected  # sessions whose connection has closed, but whose files are locked
+        self._disconnected = (
+            opened.disconnected
+        )  # sessions whose handshake connection has closed, but whose files are locked
         self._entries: dict[int, SessionOpened] = {}  # records of the open sessions
         self._refused: set[int] = set()  # sessions whose refused attach was logged
         self._disconnect, self._failed = disconnect, failed
@@ -89,8 +91,8 @@ class SessionRegistry:
         return Admission(session, token, file, bool(held))
 
     def leave(self, session: int) -> None:
-        """Handle a closed connection. Slots that the session's process may be writing stay reserved until its file is
-        unlocked."""
+        """Handle a closed handshake connection. Slots that the session's process may be writing stay reserved until its
+        file is unlocked."""
         self._refused.discard(session)
         self._disconnected[session] = entry = self._entries.pop(session)
         del self.tokens[entry.token]

@@ -140,9 +140,10 @@ class Publisher:
     # Messages.
 
     def _receive(self, connection: EventConnection, parts: list[bytes]) -> None:
-        known = self._subscribe(connection, parts) if isinstance(connection, Subscriber) else False
-        if isinstance(connection, ReplayClient):
-            known = self._ask(connection, parts)
+        if isinstance(connection, Subscriber):
+            known = self._subscribe(connection, parts)
+        else:
+            known = isinstance(connection, ReplayClient) and self._ask(connection, parts)
         self._counts["nonsense"] += not known
 
     def _gone(self, connection: EventConnection) -> None:
@@ -266,6 +267,7 @@ class Publisher:
             if more:
                 self._replaying[client] = None  # at the end of the queue
             else:
+                client.replay = iter(())  # it refers to all blocks of a namespace
                 self._begin_replays()
             if client.replayed_at == now:
                 return True

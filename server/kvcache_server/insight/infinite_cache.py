@@ -17,7 +17,7 @@ from kvcache_server.core.sampling import LARGE_POOL, LARGE_POOL_EVERY, KeyedHash
 
 _ROOM = 1 << 14
 _LEAST_LOOK = 64
-_TOGETHER = 512  # hashes that are keyed at once, which takes little longer than to draw one
+_TOGETHER = 512  # hashes that are keyed at once, which takes little longer than keying one
 
 
 class InfiniteCache:
@@ -29,10 +29,10 @@ class InfiniteCache:
     """
 
     def __init__(self, slots: int, hasher: KeyedHasher) -> None:
-        """The pool has `slots` slots; `hasher` hashes."""
-        self._draws = hasher
+        """The pool has `slots` slots; `hasher` keys hashes."""
+        self._hasher = hasher
         self.missed_blocks = 0  # exact as long as every eviction is remembered, otherwise an estimate
-        self._hasher: dict[bytes, int] = {}  # by hash: to halve the sample, no lot is drawn again
+        self._keyed: dict[bytes, int] = {}  # by hash: the sample is halved without keying again
         self._new: list[bytes] = []  # hashes that are not keyed yet
         self._every = 1 if slots <= LARGE_POOL else LARGE_POOL_EVERY  # a power of two
 
@@ -41,29 +41,29 @@ class InfiniteCache:
         return max(4 * self._every, _LEAST_LOOK)
 
     def __len__(self) -> int:
-        self._draw()
-        return len(self._hasher)
+        self._key_new()
+        return len(self._keyed)
 
     def add(self, hashes: Iterable[bytes]) -> None:
         """Record that blocks were evicted or refused."""
         self._new += hashes
         if len(self._new) >= _TOGETHER:
-            self._draw()
+            self._key_new()
 
-    def _draw(self) -> None:
+    def _key_new(self) -> None:
         """Key the hashes that were added since the last time."""
         new, self._new = self._new, []
         for at in range(0, len(new), LOOK):
             piece = new[at : at + LOOK]
-            hasher: list[int] = self._draws.of(b"".join(piece), len(piece[0])).tolist()
-            self._hasher.update((name, lot) for name, lot in zip(piece, hasher, strict=True) if lot % self._every == 0)
+            keyed: list[int] = self._hasher.of(b"".join(piece), len(piece[0])).tolist()
+            self._keyed.update((name, key) for name, key in zip(piece, keyed, strict=True) if key % self._every == 0)
             self._thin()
 
     def _thin(self) -> None:
-        if len(self._hasher) > _ROOM:
+        if len(self._keyed) > _ROOM:
             self._every *= 2
-            half = ((name, lot) for name, lot in self._hasher.items() if lot % self._every == 0)
-            self._hasher = dict(islice(half, _ROOM * 3 // 4))  # about half; few enough that it is not halved again soon
+            half = ((name, key) for name, key in self._keyed.items() if key % self._every == 0)
+            self._keyed = dict(islice(half, _ROOM * 3 // 4))  # about half; few enough that it is not halved again soon
 
     def missed(self, hashes: Sequence[bytes]) -> None:
         """Count those of `hashes`, the blocks of one chain that a lookup missed, that were evicted.
@@ -71,8 +71,8 @@ class InfiniteCache:
         A block is only stored below its parent, so these are the first ones. Their end is found by a search that skips
         most hashes. In one of 50 cases, by chance, the search stops too early.
         """
-        self._draw()
-        if not self._hasher or not self._some(hashes, 0):
+        self._key_new()
+        if not self._keyed or not self._some(hashes, 0):
             return
         look, known, unknown = self._look, 0, self._look
         while unknown < len(hashes) and self._some(hashes, unknown):
@@ -84,9 +84,9 @@ class InfiniteCache:
             else:
                 unknown = middle
         last = hashes[known : known + look]
-        missed = known + len(self._hasher.keys() & last) * self._every
+        missed = known + len(self._keyed.keys() & last) * self._every
         self.missed_blocks = min(self.missed_blocks + missed, MAX_COUNT)
 
     def _some(self, hashes: Sequence[bytes], at: int) -> bool:
         """Whether one of the next `_look` hashes from `at` on was evicted."""
-        return not self._hasher.keys().isdisjoint(hashes[at : at + self._look])
+        return not self._keyed.keys().isdisjoint(hashes[at : at + self._look])

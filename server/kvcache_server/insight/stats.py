@@ -47,18 +47,18 @@ class Report:
         """
         # Sessions first: a report without a session also has the memory that its end has freed.
         sessions, away = yield from self._sessions(now)
+        pool, namespaces = (yield from self._pool()), (yield from self._namespaces())
         cache = self._cache
-        evicted_unread, eviction = cache.eviction_figures()
         return Status(
-            pool=(yield from self._pool()),
-            namespaces=(yield from self._namespaces()),
+            pool=pool,
+            namespaces=namespaces,
             sessions=sessions,
             away=away,
             life=cache.epoch,
             grace=cache.in_grace,
             evictions=dict(cache.evictions),
-            evicted_unread=evicted_unread,
-            eviction=eviction,
+            evicted_unread=cache.evicted_unread,
+            eviction=cache.eviction_figures(),
             refusals=dict(cache.refusals),
             hints=cache.retained(now),
             client_counts=dict(self._telemetry.total),
@@ -78,13 +78,16 @@ class Report:
                 yield
         pinned = yield from self._pinned()
         cache = self._cache
-        pool = cache.survey()
-        pool.blocks = sum(len(group.visible) for group in groups)
-        pool.blocks_writing, pool.blocks_hidden, pool.pinned_bytes = writing, hidden, pinned
-        pool.leases = sum(len(session.leases) for session in cache.holders())
-        pool.reservations = sum(len(engine.reservations) for engine in cache.engines.values())
-        pool.residence = self._residency.residence
-        return pool
+        return Pool(
+            **msgspec.structs.asdict(cache.survey()),
+            blocks=sum(len(group.visible) for group in groups),
+            blocks_writing=writing,
+            blocks_hidden=hidden,
+            pinned_bytes=pinned,
+            leases=sum(len(session.leases) for session in cache.holders()),
+            reservations=sum(len(engine.reservations) for engine in cache.engines.values()),
+            residence=self._residency.residence,
+        )
 
     def _pinned(self) -> Steps[int]:
         """Return the bytes of the blocks that leases hold, each counted once. O(leases, blocks that they hold)."""

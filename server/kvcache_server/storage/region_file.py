@@ -193,15 +193,15 @@ def create_region(
         end = geometry.region_bytes
         if "always" not in (lock, huge_pages):
             end = min(end, max(FIRST, geometry.data_offset + ALIGN))
-        unsupported_reason = prefault.run(progress or (lambda done, total: None), 0, end)
+        why_unlocked = prefault.run(progress or (lambda done, total: None), 0, end)
+        if why_unlocked and lock == "always":
+            raise NotPermitted(f"lock = always: {why_unlocked}")
         region.present = end
-        region.note(lock, prefault, unsupported_reason)
+        region.note(lock, prefault, why_unlocked)
         if kind == "hugetlbfs":
             region.huge_bytes = geometry.region_bytes
         if prefault.why_small and huge_pages == "always":
             raise RegionError(f"huge_pages = always: {prefault.why_small}")
-        if unsupported_reason and lock == "always":
-            raise NotPermitted(f"lock = always: {unsupported_reason}")
         undo.pop_all()
     return region
 

@@ -10,7 +10,7 @@ import msgspec
 from kvcache_proto.types import MAX_BLOCKS
 from kvcache_server.core.index import Group
 from kvcache_server.core.limits import LOOK
-from kvcache_server.tiering.questions import Looking, leading
+from kvcache_server.tiering.questions import Question, leading
 from kvcache_server.tiering.reports import Inquiry
 
 MOST_COMING = 1 << 16  # blocks to bring
@@ -82,18 +82,18 @@ class Fetches:
             end += 1
         return end
 
-    def fetch(self, looking: Looking, hashes: list[bytes], now: float) -> Fetch | None:
+    def fetch(self, question: Question, hashes: list[bytes], now: float) -> Fetch | None:
         """Bring blocks that the tier has; return None if it does not keep up."""
         if len(self.coming) + len(hashes) > MOST_COMING:
             self._counts["blocks_not_brought"] += len(hashes)
-            looking.inquiry.lost += len(hashes)
+            question.inquiry.lost += len(hashes)
             return None
-        self.backlog += len(hashes) * looking.group.allocated_bytes
+        self.backlog += len(hashes) * question.group.allocated_bytes
         due = now + self.backlog / self.rate
-        fetch = Fetch(looking.group, looking.parent, hashes, looking.inquiry, due)
+        fetch = Fetch(question.group, question.parent, hashes, question.inquiry, due)
         for name in hashes:
-            self.coming.setdefault(name + looking.group.tag, fetch)  # an earlier fetch comes first
-        self._queues.setdefault(looking.engine, deque()).append(fetch)
+            self.coming.setdefault(name + question.group.tag, fetch)  # an earlier fetch comes first
+        self._queues.setdefault(question.engine, deque()).append(fetch)
         return fetch
 
     def next_part(self, most: int, now: float) -> Part | None:

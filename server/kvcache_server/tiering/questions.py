@@ -12,7 +12,7 @@ from kvcache_server.tiering.reports import Inquiry
 
 ABSENT_FOR = 5.0  # seconds until a tier is asked again for a block that it lacked: other hosts may store it
 MOST_ABSENT = 1 << 16  # blocks for which that is remembered
-MOST_LOOKS = 256  # questions without an answer; a tier that does not keep up is asked no more
+MOST_QUESTIONS = 256  # questions without an answer; a tier that does not keep up is asked no more
 MOST_LOOKED_UP = 1 << 16  # blocks in them
 FIRST_LATENCY = 0.005  # seconds, until it has been measured
 LEAST_ETA = 0.001  # seconds
@@ -20,7 +20,7 @@ PUT_OFF = 4  # a block that is late is expected after its lateness divided by th
 _SMOOTH = 0.2  # the weight of a new measurement
 
 
-class Looking(msgspec.Struct, gc=False):
+class Question(msgspec.Struct, gc=False):
     """A question to a tier: which of these blocks it has. `at` is the time of the question, in seconds."""
 
     engine: str
@@ -52,7 +52,7 @@ class Joint(msgspec.Struct, gc=False):
     left: int = 0
 
 
-class Looks:
+class Questions:
     """The questions to one tier.
 
     Attributes:
@@ -66,9 +66,9 @@ class Looks:
         """`tier` is its name, for inquiries."""
         self._tier, self._counts = tier, counts
         self.latency = FIRST_LATENCY
-        self.waiting: deque[Looking] = deque()
-        self.sent: dict[int, Looking] = {}
-        self.asked: dict[bytes, Looking] = {}
+        self.waiting: deque[Question] = deque()
+        self.sent: dict[int, Question] = {}
+        self.asked: dict[bytes, Question] = {}
         self._blocks = 0  # hashes in both
         self._absent: dict[bytes, float] = {}  # until when
 
@@ -90,49 +90,49 @@ class Looks:
         asked = self.asked.get(tagged)
         return eta((now if asked is None else asked.at) + 2 * self.latency, now)
 
-    def ask(self, *questions: Looking) -> bool:
+    def ask(self, *questions: Question) -> bool:
         """Ask for blocks about which the tier was not asked yet; return False if too many questions are open."""
         blocks = sum(len(each.hashes) for each in questions)
-        if len(self) + len(questions) > MOST_LOOKS or self._blocks + blocks > MOST_LOOKED_UP:
+        if len(self) + len(questions) > MOST_QUESTIONS or self._blocks + blocks > MOST_LOOKED_UP:
             self._counts["looks_dropped"] += 1
             return False
         self._blocks += blocks
         self._counts["looks"] += len(questions)
         self.waiting += questions
-        for looking in questions:
-            self.asked[looking.name] = looking
-            looking.inquiry.tier, looking.inquiry.asked = self._tier, len(looking.hashes)
+        for question in questions:
+            self.asked[question.name] = question
+            question.inquiry.tier, question.inquiry.asked = self._tier, len(question.hashes)
         return True
 
-    def forget(self, looking: Looking) -> None:
+    def forget(self, question: Question) -> None:
         """Note that a question, no longer waiting, has an answer or needs none."""
-        self._blocks -= len(looking.hashes)
-        if looking.joint is not None:
-            looking.joint.left -= 1
-        if looking.joint is None or not looking.joint.left:
-            del self.asked[looking.name]
+        self._blocks -= len(question.hashes)
+        if question.joint is not None:
+            question.joint.left -= 1
+        if question.joint is None or not question.joint.left:
+            del self.asked[question.name]
 
-    def answer(self, number: int, flags: bytes, now: float) -> Looking | None:
+    def answer(self, number: int, flags: bytes, now: float) -> Question | None:
         """Enter an answer into the question's inquiry or joint question. Return the question; None for an unknown
         number."""
-        looking = self.sent.pop(number, None)
-        if looking is None:
+        question = self.sent.pop(number, None)
+        if question is None:
             return None
-        self.forget(looking)
-        group, hashes, joint = looking.group, looking.hashes, looking.joint
-        self.latency += (now - looking.at - self.latency) * _SMOOTH
+        self.forget(question)
+        group, hashes, joint = question.group, question.hashes, question.joint
+        self.latency += (now - question.at - self.latency) * _SMOOTH
         self._counts["blocks_looked_up"] += len(hashes)
         if joint is not None:
             there = {name + group.tag for name, flag in zip(hashes, flags, strict=False) if flag}
             self._counts["blocks_found"] += len(there)
             joint.found |= there
-            return looking
+            return question
         blocks = leading(flags, len(hashes))
         self._counts["blocks_found"] += blocks
         if blocks < len(hashes):
             self.lacks(hashes[blocks] + group.tag, now)
-        looking.inquiry.answered, looking.inquiry.found, looking.inquiry.at = True, blocks, now
-        return looking
+        question.inquiry.answered, question.inquiry.found, question.inquiry.at = True, blocks, now
+        return question
 
     def lacks(self, tagged: bytes, now: float) -> None:
         """Do not ask for this block for a while."""
@@ -147,8 +147,8 @@ class Looks:
 
     def clear(self, why: str) -> None:
         """Drop all questions, because the tier is off."""
-        for looking in self.asked.values():
-            looking.inquiry.off = why
+        for question in self.asked.values():
+            question.inquiry.off = why
         for each in (self.waiting, self.sent, self.asked):
             each.clear()
         self._blocks = 0

@@ -8,7 +8,7 @@ from kvcache_server import status
 from kvcache_server.core.index import Group
 from kvcache_server.core.sessions import Session
 from kvcache_server.tiering.fetches import Fetches
-from kvcache_server.tiering.questions import Looking, Looks
+from kvcache_server.tiering.questions import Question, Questions
 from kvcache_server.tiering.writes import MOST_WRITES, Writes
 
 
@@ -28,9 +28,9 @@ class Tier:
         self.session, self.name, self.policy = session, name, policy
         self.batch_bytes, self.counts = batch_bytes, counts
         self.off = self.writes_off = self.removals_off = ""
-        self.looks = Looks(name, counts)
-        self.fetches = Fetches(counts, self.looks.lacks)
-        self.writes = Writes(batch_bytes, counts, self.looks.has_now)
+        self.questions = Questions(name, counts)
+        self.fetches = Fetches(counts, self.questions.lacks)
+        self.writes = Writes(batch_bytes, counts, self.questions.has_now)
         self.asked_at = self.heard_at = self.looked_ahead_at = 0.0
         self.next_ahead = 0
 
@@ -50,7 +50,7 @@ class Tier:
     @property
     def works(self) -> bool:
         """Whether it has jobs whose end it has not reported."""
-        return bool(self.looks.sent or self.fetches.parts or self.writes.writing)
+        return bool(self.questions.sent or self.fetches.parts or self.writes.writing)
 
     @property
     def active_at(self) -> float:
@@ -60,24 +60,24 @@ class Tier:
     def knows(self, group: Group, name: bytes, now: float) -> bool:
         """Whether the tier need not be asked for a block, because the answer is known or on its way."""
         tagged = name + group.tag
-        return tagged in self.fetches.coming or tagged in self.looks.asked or self.looks.is_absent(tagged, now)
+        return tagged in self.fetches.coming or tagged in self.questions.asked or self.questions.is_absent(tagged, now)
 
-    def found(self, number: int, flags: bytes, now: float) -> Looking | None:
+    def found(self, number: int, flags: bytes, now: float) -> Question | None:
         """Take the answer to a question, and fetch the blocks before the first that is not there, unless it is joint.
 
         Return the question; None for an unknown number.
         """
-        looking = self.looks.answer(number, flags, now)
-        if looking is not None and looking.joint is None:
-            looking.inquiry.writes_off = self.writes_off
-            if looking.inquiry.found:
-                self.fetches.fetch(looking, looking.hashes[: looking.inquiry.found], now)
-        return looking
+        question = self.questions.answer(number, flags, now)
+        if question is not None and question.joint is None:
+            question.inquiry.writes_off = self.writes_off
+            if question.inquiry.found:
+                self.fetches.fetch(question, question.hashes[: question.inquiry.found], now)
+        return question
 
     def turn_off(self, why: str) -> list[int]:
         """Drop all its jobs. Return its leases, which the caller ends."""
         self.off = why
-        self.looks.clear(why)
+        self.questions.clear(why)
         self.fetches.clear(why)
         return self.writes.clear()
 
@@ -90,8 +90,8 @@ class Tier:
             removals_off=self.removals_off,
             writes=self.policy,
             rate=round(self.fetches.rate),
-            latency_ms=round(self.looks.latency * 1000, 3),
-            to_look_up=len(self.looks),
+            latency_ms=round(self.questions.latency * 1000, 3),
+            to_look_up=len(self.questions),
             to_bring_bytes=self.fetches.backlog,
             to_write_blocks=self.writes.waiting + self.writes.blocks_in_flight,
             **self.counts,

@@ -27,7 +27,7 @@ from kvcache_server.core.limits import LOOK
 from kvcache_server.core.lookups import last_end
 from kvcache_server.core.sessions import Session
 from kvcache_server.tiering.fetches import Fetch
-from kvcache_server.tiering.questions import Joint, Looking, eta
+from kvcache_server.tiering.questions import Joint, Question, eta
 from kvcache_server.tiering.reports import Said, absent
 from kvcache_server.tiering.tier import Tier
 from kvcache_server.tiering.writes import Writing
@@ -89,8 +89,8 @@ class Tiering:
             if not tier.knows(group, name, now):
                 parent = hashes[begin - 1] if begin else None
                 some = list(hashes[begin : begin + LONGEST])
-                tier.looks.ask(Looking(session.engine.name, group, parent, some, now))
-            if (answer := tier.looks.answers_in(name + group.tag, now)) is not None:
+                tier.questions.ask(Question(session.engine.name, group, parent, some, now))
+            if (answer := tier.questions.answers_in(name + group.tag, now)) is not None:
                 wait = answer
                 break  # the next tier is asked for blocks that this one lacks
         return 0, _milliseconds(wait)
@@ -123,12 +123,12 @@ class Tiering:
         name, wait = hashes[-1] + group.tag, self._starts_in(now)
         for tier in self._on():
             if (
-                name not in tier.looks.asked
-                and not tier.looks.is_absent(name, now)
+                name not in tier.questions.asked
+                and not tier.questions.is_absent(name, now)
                 and not self._ask_jointly(tier, session.engine.name, group, hashes, request.start, now)
             ):
                 break  # other clients are writing all missing blocks
-            if (answer := tier.looks.answers_in(name, now)) is not None:
+            if (answer := tier.questions.answers_in(name, now)) is not None:
                 wait = answer
                 break  # the next tier is asked for blocks that this one lacks
         return 0, _milliseconds(wait)
@@ -168,10 +168,10 @@ class Tiering:
             cached = len(group.prefix(hashes))
             lacking.insert(0, (group, hashes[cached + group.pending_after(hashes, cached) :]))
         joint = Joint(hashes[-1] + group.tag, group, hashes, start, set())
-        questions = [Looking(engine, each, None, names, now, joint=joint) for each, names in lacking if names]
+        questions = [Question(engine, each, None, names, now, joint=joint) for each, names in lacking if names]
         joint.left = len(questions)
         if questions:
-            tier.looks.ask(*questions)
+            tier.questions.ask(*questions)
         return bool(questions)
 
     def _found_jointly(self, tier: Tier, joint: Joint, engine: str, now: float) -> None:
@@ -193,14 +193,14 @@ class Tiering:
             if group is not tails[0] and cached < end + group.spec.followed:
                 parent = hashes[cached - 1] if cached else None
                 rest = hashes[cached : end + group.spec.followed]
-                tier.fetches.fetch(Looking(engine, group, parent, rest, now), rest, now)
+                tier.fetches.fetch(Question(engine, group, parent, rest, now), rest, now)
             for tail in tails:
                 needed = hashes[max(joint.start, end - tail.spec.needed(end)) : end]
                 wanted = [each for each in needed if not tail.has_soon(each) and each + tail.tag not in coming]
                 if wanted:
-                    tier.fetches.fetch(Looking(engine, tail, None, wanted, now), wanted, now)
+                    tier.fetches.fetch(Question(engine, tail, None, wanted, now), wanted, now)
         if end < len(hashes):
-            tier.looks.lacks(joint.name, now)
+            tier.questions.lacks(joint.name, now)
             if (other := self._next(tier, group, hashes[-1], now)) is not None:
                 self._ask_jointly(other, engine, group, hashes, joint.start, now)
 
@@ -253,14 +253,14 @@ class Tiering:
             if begin == len(hashes):
                 break
             name = hashes[begin] + group.tag
-            asked = tier.looks.asked.get(name)
+            asked = tier.questions.asked.get(name)
             if asked is not None:
                 count = _common(asked.hashes, hashes, begin)
                 found.append(Said(tier.name, "asked", begin, count, "", asked.inquiry))
                 if count == LONGEST and begin + count < len(hashes):
                     found.append(Said(tier.name, "beyond", begin + count, len(hashes) - begin - count))
                 break  # the next tier is asked for blocks that this one lacks
-            if tier.looks.is_absent(name, now):
+            if tier.questions.is_absent(name, now):
                 found.append(Said(tier.name, absent(tier.writes_off), begin, len(hashes) - begin, tier.writes_off))
             elif fetch is None:
                 found.append(Said(tier.name, "not_asked", begin, len(hashes) - begin))
@@ -281,11 +281,11 @@ class Tiering:
                 found.append(Said(tier.name, "coming", hits, end - hits))
             elif fetches:
                 continue  # no tier is asked before these have come
-            elif name in tier.looks.asked:
+            elif name in tier.questions.asked:
                 found.append(Said(tier.name, "asked", hits, missed))
                 break  # the next tier is asked for blocks that this one lacks
             else:
-                known = tier.looks.is_absent(name, now)
+                known = tier.questions.is_absent(name, now)
                 cause, said = (absent(tier.writes_off), tier.writes_off) if known else ("not_asked", "")
                 found.append(Said(tier.name, cause, hits, missed, said))
         return found
@@ -376,18 +376,18 @@ class Tiering:
     def _worked(self, tier: Tier, request: m.JobResults, now: float) -> None:
         unknown = 0
         tier.heard_at = now
-        for number, flags in request.found:
-            looking = tier.found(number, flags, now)
-            if looking is None:
+        for number, flags in request.exists:
+            question = tier.found(number, flags, now)
+            if question is None:
                 unknown += 1
-            elif looking.joint is None:
-                self._ask_next(tier, looking, now)
-            elif not looking.joint.left:
-                self._found_jointly(tier, looking.joint, looking.engine, now)
-        for number, flags in request.brought:
+            elif question.joint is None:
+                self._ask_next(tier, question, now)
+            elif not question.joint.left:
+                self._found_jointly(tier, question.joint, question.engine, now)
+        for number, flags in request.fetched:
             unknown += not tier.fetches.brought(number, flags, now)
         failed: list[Block] = []
-        for number, flags in request.written:
+        for number, flags in request.stored:
             writing = tier.writes.writing.pop(number, None)
             if writing is None:
                 unknown += 1
@@ -400,14 +400,14 @@ class Tiering:
         if request.off:
             self._turn_off(tier, request.off)
 
-    def _ask_next(self, tier: Tier, looking: Looking, now: float) -> None:
+    def _ask_next(self, tier: Tier, question: Question, now: float) -> None:
         """Ask the next tier for the blocks that this one lacks."""
-        blocks = looking.inquiry.found
-        rest, parent = looking.hashes[blocks:], looking.hashes[blocks - 1] if blocks else looking.parent
-        if rest and (other := self._next(tier, looking.group, rest[0], now)) is not None:
-            following = Looking(looking.engine, looking.group, parent, rest, now)
-            if other.looks.ask(following):
-                looking.inquiry.then = following.inquiry
+        blocks = question.inquiry.found
+        rest, parent = question.hashes[blocks:], question.hashes[blocks - 1] if blocks else question.parent
+        if rest and (other := self._next(tier, question.group, rest[0], now)) is not None:
+            following = Question(question.engine, question.group, parent, rest, now)
+            if other.questions.ask(following):
+                question.inquiry.then = following.inquiry
 
     # Jobs.
 
@@ -420,24 +420,24 @@ class Tiering:
             tier.looked_ahead_at = now
             self._look_ahead(tier)
         to_write = tier.writes.queue if not tier.writes_off else ()
-        if not (tier.looks.waiting or tier.fetches.has_more or to_write):
+        if not (tier.questions.waiting or tier.fetches.has_more or to_write):
             return None
         if not tier.works:
             tier.heard_at = now
         jobs = m.Jobs(number)
         specs: dict[int, Any] = {}
         room = MESSAGE
-        while tier.looks.waiting and len(jobs.looks) < MOST_JOBS and room > 0:
-            looking = tier.looks.waiting.popleft()
-            namespace = self._namespace(looking.group)
+        while tier.questions.waiting and len(jobs.exists) < MOST_JOBS and room > 0:
+            question = tier.questions.waiting.popleft()
+            namespace = self._namespace(question.group)
             if namespace is None:
-                tier.looks.forget(looking)
+                tier.questions.forget(question)
                 continue
             job = next(self._numbers)
-            tier.looks.sent[job] = looking
+            tier.questions.sent[job] = question
             specs[namespace.number] = namespace
-            room -= _hash_bytes(looking.group) * len(looking.hashes)
-            jobs.looks.append(m.Exists(job, namespace.id, looking.group.number, looking.hashes))
+            room -= _hash_bytes(question.group) * len(question.hashes)
+            jobs.exists.append(m.Exists(job, namespace.id, question.group.number, question.hashes))
         budget = max(self._cache.capacity // SHARE, tier.batch_bytes)
         while (
             tier.fetches.in_flight < budget
@@ -455,7 +455,7 @@ class Tiering:
             parent = fetch.hashes[part.begin - 1] if part.begin and fetch.group.spec.kind == FULL else fetch.parent
             hashes = fetch.hashes[part.begin : part.end]
             room -= _hash_bytes(fetch.group) * (len(hashes) + 1) + JOB_BYTES
-            jobs.brings.append(m.Fetch(job, namespace.id, fetch.group.number, parent, hashes))
+            jobs.fetches.append(m.Fetch(job, namespace.id, fetch.group.number, parent, hashes))
         most = MOST_WRITES
         while to_write and tier.writes.bytes_in_flight < budget and tier.writes.blocks_in_flight < MOST_BLOCKS_OUT:
             group = to_write[0][0].account.group
@@ -465,9 +465,9 @@ class Tiering:
             waiting = tier.writes.waiting
             if (write := self._write_out(tier, specs, taken)) is not None:
                 room -= each * len(write.hashes) + JOB_BYTES
-                jobs.writes.append(write)
+                jobs.stores.append(write)
             most -= waiting - tier.writes.waiting
-        if not (jobs.looks or jobs.brings or jobs.writes):
+        if not (jobs.exists or jobs.fetches or jobs.stores):
             return None
         jobs.specs = [each.spec for number, each in specs.items() if number not in tier.session.attached]
         return jobs

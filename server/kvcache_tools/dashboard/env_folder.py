@@ -22,8 +22,6 @@ BACKUP = ".before"  # the content before the last change
 class Changed(KVCacheError):
     """The file has changed since it was read."""
 
-    code = "changed"
-
 
 class EnvFolder:
     """A folder. Links in it are not followed, and only regular files are accepted."""

@@ -28,8 +28,6 @@ _SHOWN = (
 class NoSystemd(ServerError):
     """systemctl is missing or does not answer."""
 
-    code = "no_systemd"
-
 
 class Unit(NamedTuple):
     """An engine. `since` is in seconds since 1970, 0 if it never ran; `file` is its environment file in the folder."""

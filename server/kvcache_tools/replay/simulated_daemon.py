@@ -57,7 +57,7 @@ class SimulatedDaemon:
         divergences: bool = False,
     ) -> None:
         self.engines = engines
-        self._tails, self._checkpoint, self._junctions = tails, checkpoint, divergences
+        self._tails, self._checkpoint, self._divergences = tails, checkpoint, divergences
         self._step = max(1, STEP_TOKENS // block_tokens)
         self.cache = Cache(sparse_region(room.geometry), room.geometry, limits, seed=1, policy=policy)
         spec = NamespaceSpec("replay", (GroupSpec(block_tokens, room.block_bytes), *tails))
@@ -88,7 +88,7 @@ class SimulatedDaemon:
         assert isinstance(found, m.Acquired)
         if found.lease:
             handle(session, m.Release(1, b"", [found.lease]), now)
-        divergence = self._whole(hashes) if self._junctions else 0
+        divergence = self._whole(hashes) if self._divergences else 0
         for begin in range(found.hits, len(hashes), self._step):
             end = min(begin + self._step, len(hashes))
             runs = [m.Run([hashes[at]], hashes[at - 1] if at else None) for at in range(begin, end)]

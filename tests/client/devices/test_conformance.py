@@ -16,7 +16,7 @@ import torch
 from rigs import BLOCKS, LAYOUTS, RIGS, SLOTS, Bench, Layout, Memory, Rig
 
 from kvcache_client.devices import CopyError, Unsupported, open_device
-from kvcache_client.devices.hybrid import SeveralLayouts
+from kvcache_client.devices.hybrid import HybridDevice
 from kvcache_client.devices.self_test import check_copies
 
 # Bytes.
@@ -560,7 +560,7 @@ def test_layouts_share_what_is_page_locked(rig: Rig) -> None:
     """Each job goes to its layout's device; a save of either is waited for, and closing ends both."""
     one, two = sorted((Bench(rig, LAYOUTS[name]) for name in ("blocks first", "keys and values apart")), key=_size)
     one.region = two.region
-    device = SeveralLayouts([one.device, two.device])
+    device = HybridDevice([one.device, two.device])
     device.register(two.region)
     two.device = one.device = device
     two.register()

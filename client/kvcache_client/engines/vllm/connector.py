@@ -40,7 +40,7 @@ class KVCacheServerConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         self.scheduler_side, self.rank_side = SchedulerSide(), RankSide()  # the one of the other role does nothing
         self.own_side: Side = self.scheduler_side if role == KVConnectorRole.SCHEDULER else self.rank_side
-        self._start(role, vllm_config, kv_cache_config)
+        self._start(vllm_config, kv_cache_config)
         if role == KVConnectorRole.WORKER and self._worker is None:
             discard()
 
@@ -86,15 +86,15 @@ class KVCacheServerConnector(KVConnectorBase_V1, SupportsHMA):
 
     set_xfer_handshake_metadata_pp_aware = _scheduler_hook(SchedulerSide.set_xfer_handshake_metadata_pp_aware)
     bind_gpu_block_pool = _scheduler_hook(SchedulerSide.bind_gpu_block_pool)
-    get_num_new_matched_tokens = _scheduler_hook(SchedulerSide.get_num_new_matched_tokens, lambda *_: (0, False))
+    get_num_new_matched_tokens = _scheduler_hook(SchedulerSide.get_num_new_matched_tokens, lambda *_, **__: (0, False))
     update_state_after_alloc = _scheduler_hook(SchedulerSide.update_state_after_alloc)
     build_connector_meta = _scheduler_hook(SchedulerSide.build_connector_meta, SchedulerSide.last_metadata)
     update_connector_output = _scheduler_hook(SchedulerSide.update_connector_output)
-    take_events = _scheduler_hook(SchedulerSide.take_events, lambda *_: ())
-    request_finished = _scheduler_hook(SchedulerSide.request_finished, lambda *_: (False, None))
+    take_events = _scheduler_hook(SchedulerSide.take_events, lambda *_, **__: ())
+    request_finished = _scheduler_hook(SchedulerSide.request_finished, lambda *_, **__: (False, None))
     request_finished_all_groups = request_finished
     # If nothing is saved or loaded any more, there is nothing to reset.
-    reset_cache = _scheduler_hook(SchedulerSide.reset_cache, lambda *_: True)
+    reset_cache = _scheduler_hook(SchedulerSide.reset_cache, lambda *_, **__: True)
 
     # A rank's side.
 
@@ -103,9 +103,9 @@ class KVCacheServerConnector(KVConnectorBase_V1, SupportsHMA):
     before_step = _rank_hook(RankSide.before_step)
     handle_preemptions = _rank_hook(RankSide.handle_preemptions)
     start_load_kv = _rank_hook(RankSide.start_load_kv)
-    get_finished = _rank_hook(RankSide.get_finished, lambda *_: (None, None))
+    get_finished = _rank_hook(RankSide.get_finished, lambda *_, **__: (None, None))
     build_connector_worker_meta = _rank_hook(RankSide.build_connector_worker_meta)
-    get_block_ids_with_load_errors = _rank_hook(RankSide.get_block_ids_with_load_errors, lambda *_: set())
+    get_block_ids_with_load_errors = _rank_hook(RankSide.get_block_ids_with_load_errors, lambda *_, **__: set())
     _bind = _rank_hook(RankSide.bind_connector_metadata)
     _announce = _rank_hook(RankSide.announce)
 

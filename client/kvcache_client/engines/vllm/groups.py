@@ -58,7 +58,7 @@ def is_plain(kv_cache_config: Any) -> bool:
     return len(groups) == 1 and kind_of(first_spec(groups[0])) == "FullAttentionSpec"
 
 
-def _why_not_group(group: Any) -> str:
+def _unsupported_group(group: Any) -> str:
     kind = kind_of(first_spec(group))
     for spec in layer_specs(group.kv_cache_spec):
         if not getattr(spec, "prefix_cacheable", True) and not getattr(spec, "prefix_replay_tokens", 0):
@@ -72,13 +72,13 @@ def _why_not_group(group: Any) -> str:
     return ""
 
 
-def why_not_groups(vllm_config: Any, kv_cache_config: Any) -> str:
+def unsupported_groups(vllm_config: Any, kv_cache_config: Any) -> str:
     """Return the reason that these groups cannot be cached, "" if they can."""
     groups = kv_cache_config.kv_cache_groups
     if not groups:
         return "its model has no KV cache"
-    if unsupported_reason := next(filter(None, map(_why_not_group, groups)), ""):
-        return unsupported_reason
+    if reason := next(filter(None, map(_unsupported_group, groups)), ""):
+        return reason
     if is_plain(kv_cache_config):
         return ""
     if not compat.places_layers(kv_cache_config):

@@ -13,11 +13,11 @@ from typing import Any
 logger = logging.getLogger("vllm.kvcache")
 
 
-def hook(side: str, method: Callable[..., Any], otherwise: Callable[..., Any] = lambda *_: None) -> Any:
+def hook(side: str, method: Callable[..., Any], otherwise: Callable[..., Any] = lambda *_, **__: None) -> Any:
     """Return a hook of a connector that passes its call on to `method` of the connector's attribute `side`.
 
     If it raises, the connector's `give_up(where, error)` is called, which must not raise, and the hook returns
-    `otherwise(the side, *its positional arguments)`.
+    `otherwise(the side, *its arguments)`.
     """
 
     @functools.wraps(method)
@@ -27,7 +27,7 @@ def hook(side: str, method: Callable[..., Any], otherwise: Callable[..., Any] = 
             return method(ours, *arguments, **named)
         except Exception as error:  # noqa: BLE001 - whatever it is: the cache must not end the engine
             connector.give_up(method.__name__, error)
-            return otherwise(ours, *arguments)
+            return otherwise(ours, *arguments, **named)
 
     return guarded
 

@@ -2,7 +2,7 @@
 
 The cache outlives engines, so a namespace names every fact that changes the bytes of a block, and no other facts (the
 length limit, the batch size, a checkpoint's location). `vllm_config` and `kv_cache_config` are only read, by attribute;
-facts of the running engine come as `Surroundings`.
+facts of the running engine come as `RuntimeFacts`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kvcache_client.engines.vllm.groups import (
     group_spec,
     is_plain,
     merged_groups,
-    why_not_groups,
+    unsupported_groups,
 )
 from kvcache_client.worker.places import Shards
 from kvcache_proto.errors import ConfigError
@@ -42,7 +42,7 @@ _DESCRIBED = (
 _LONGEST = 1024  # characters of the description of layers; longer ones are represented by their digest
 
 
-class Surroundings(NamedTuple):
+class RuntimeFacts(NamedTuple):
     """Facts of the running engine."""
 
     version: str  # vLLM's
@@ -60,7 +60,7 @@ def unsupported_reason(vllm_config: Any, kv_cache_config: Any) -> str:
             return f"{name} {ranks}: a block's tokens are spread over ranks"
     if _begins_from_nothing(vllm_config):
         return "vLLM computes a prompt of this model without what is cached of it (CPU_MLA)"
-    if reason := why_not_groups(vllm_config, kv_cache_config):
+    if reason := unsupported_groups(vllm_config, kv_cache_config):
         return reason
     hashed = compat.hash_block_size(kv_cache_config)
     if is_plain(kv_cache_config) and hashed and hashed != engine_block_size(kv_cache_config):
@@ -108,11 +108,11 @@ def rank_block_bytes(kv_cache_config: Any) -> int:
     return compat.allocated_bytes(tensors) // int(kv_cache_config.num_blocks)
 
 
-def kv_layout(kv_cache_config: Any, runtime_facts: Surroundings) -> str:
+def kv_layout(kv_cache_config: Any, runtime_facts: RuntimeFacts) -> str:
     return compat.kv_layout(kv_cache_config) or runtime_facts.layout
 
 
-def why_not_by_head(vllm_config: Any, kv_cache_config: Any, layout: str) -> str:
+def unsupported_by_head(vllm_config: Any, kv_cache_config: Any, layout: str) -> str:
     """Return the reason that heads cannot be shards, "" if they can. Not for MLA, which has one head."""
     spec, parallel = layer_spec(kv_cache_config), vllm_config.parallel_config
     if not is_plain(kv_cache_config):
@@ -175,7 +175,7 @@ def _replicas(vllm_config: Any, kv_cache_config: Any) -> int:
 def namespace_spec(
     vllm_config: Any,
     kv_cache_config: Any,
-    runtime_facts: Surroundings,
+    runtime_facts: RuntimeFacts,
     blocks_per_slot: int,
     engine_id: str,
     weights: str = "",

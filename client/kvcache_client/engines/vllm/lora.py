@@ -74,7 +74,7 @@ class Adapters:
         if now - files.looked_at > LOOK_AGAIN:
             files.current, files.looked_at = self._look(files, PATIENCE), now
         if files.changed:
-            self._invalidate(files, "its files have changed, or are not in a folder of this host")
+            self._exclude(files, "its files have changed, or are not in a folder of this host")
             return b"", "lora"
         if not files.awaited:
             files.awaited = True
@@ -100,11 +100,11 @@ class Adapters:
             holder = self._claims.setdefault(claim, files)
             if holder is not files:
                 for each in (holder, files):
-                    self._invalidate(each, "its number or name has stood for another one")
+                    self._exclude(each, "its number or name has stood for another one")
         if lora.load_inplace:
-            self._invalidate(files, "it was to be loaded in place")
+            self._exclude(files, "it was to be loaded in place")
         elif getattr(lora, "tensorizer_config_dict", None):
-            self._invalidate(files, "vLLM loads it with tensorizer")
+            self._exclude(files, "vLLM loads it with tensorizer")
         return files
 
     def _look(self, files: _Files, patience: float) -> bool:
@@ -118,7 +118,7 @@ class Adapters:
         self._looks.do(look)
         return done.wait(patience)
 
-    def _invalidate(self, files: _Files, why: str) -> None:
+    def _exclude(self, files: _Files, why: str) -> None:
         if not files.doubtful:
             files.doubtful = True
             logger.warning("blocks of the LoRA adapter %s are neither saved nor loaded: %s", files.folder, why)
@@ -212,12 +212,15 @@ def _digest(folder: str, facts: str) -> bytes:
     return digest.digest()
 
 
-def _add_lora(core: Any, lora_request: Any) -> None:
+def _add_lora(*arguments: Any, **named: Any) -> None:
+    """Claim the adapter that vLLM is about to load. After a failure, no adapter is trusted any more."""
     every = list(_watched)
-    # The instance's id does not identify the engine: it may change once the engine has started.
-    for adapters in [each for each in every if each.config is core.vllm_config.lora_config] or every:
-        try:
+    try:
+        core, lora_request = arguments[0], named["lora_request"] if "lora_request" in named else arguments[1]
+        # The instance's id does not identify the engine: it may change once the engine has started.
+        for adapters in [each for each in every if each.config is core.vllm_config.lora_config] or every:
             adapters._claim(lora_request)
-        except Exception:  # vLLM loads it in any case
-            logger.exception(_LEFT_ALONE)
+    except Exception:  # vLLM loads it in any case
+        logger.exception(_LEFT_ALONE)
+        for adapters in every:
             adapters._hears = False

@@ -9,7 +9,7 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 from kvcache_client.engines.vllm import compat
-from kvcache_client.engines.vllm.identity import Surroundings
+from kvcache_client.engines.vllm.identity import RuntimeFacts
 from kvcache_proto.endpoint import check_endpoint, default_endpoint
 from kvcache_proto.types import MAX_NAME
 
@@ -18,7 +18,7 @@ logger = logging.getLogger("vllm.kvcache")
 _connectors: WeakValueDictionary[tuple[object, str, str], Any] = WeakValueDictionary()  # by side, engine and endpoint
 
 
-def runtime_facts(vllm_config: Any, spec: Any = None) -> Surroundings:
+def runtime_facts(vllm_config: Any, spec: Any = None) -> RuntimeFacts:
     """Return the facts that the engine's configuration does not have.
 
     `spec` is a layer's specification, if this process has no model.
@@ -29,7 +29,7 @@ def runtime_facts(vllm_config: Any, spec: Any = None) -> Surroundings:
 
     seed = os.environ.get("PYTHONHASHSEED")
     hash_function = get_hash_fn_by_name(vllm_config.cache_config.prefix_caching_hash_algo)
-    return Surroundings(
+    return RuntimeFacts(
         version=vllm.__version__,
         device=f"{current_platform.device_type} {current_platform.get_device_name()}",
         hash_bytes=len(hash_function("length")),
@@ -49,14 +49,14 @@ def engine_name(vllm_config: Any, engine_id: str = "") -> str:
     return configured[: MAX_NAME - len(tag)] + tag
 
 
-def has_another(connector: object, role: object, vllm_config: Any, endpoint: str) -> bool:
+def has_another(connector: object, in_scheduler: bool, vllm_config: Any, endpoint: str) -> bool:
     """Return True if another connector of this process serves the same side of the same engine at `endpoint`.
 
     If none does, `connector` is noted as the one, as long as it lives or until `retire`.
     """
     instance = _instance(vllm_config)
     here = check_endpoint(endpoint) if endpoint else default_endpoint()
-    return bool(instance) and _connectors.setdefault((role, instance, here), connector) is not connector
+    return bool(instance) and _connectors.setdefault((in_scheduler, instance, here), connector) is not connector
 
 
 def retire(connector: object) -> None:

@@ -18,7 +18,7 @@ from kvcache_client.engines.vllm.stats import CacheStats, Feed
 from kvcache_client.engines.vllm.views import Contents, request_view, step_view
 from kvcache_client.scheduler.scheduler import Scheduler
 from kvcache_client.scheduler.views import EngineFacts, Table
-from kvcache_client.step_plan import NO_REPORT, NOTHING, LoadJob, StepPlan
+from kvcache_client.step_plan import NOTHING, LoadJob, Report, StepPlan
 from kvcache_proto.errors import ConfigError, KVCacheError
 from kvcache_proto.types import TAIL, NamespaceSpec
 
@@ -214,7 +214,7 @@ class SchedulerSide(Side):
         if isinstance(copies, CacheStats):  # beside other connectors they are wrapped, and left out of the log
             self.scheduler.copied(copies.data)
         found = connector_output.kv_connector_worker_meta
-        self.scheduler.reported(found.report if isinstance(found, RankReport) else NO_REPORT)
+        self.scheduler.reported(found.report if isinstance(found, RankReport) else Report())
 
     def take_events(self) -> Iterable[Any]:
         if self.scheduler is None or self.scheduler.events is None or self._events is None:

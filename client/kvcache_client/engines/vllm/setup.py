@@ -14,8 +14,8 @@ from kvcache_client.engines.vllm.identity import (
     layer_spec,
     namespace_spec,
     shards,
+    unsupported_by_head,
     unsupported_reason,
-    why_not_by_head,
 )
 from kvcache_client.engines.vllm.running_engine import (
     engine_name,
@@ -70,7 +70,7 @@ class Setup:
         return int(self.vllm.parallel_config.pipeline_parallel_size)
 
 
-def read_setup(side: object, role: object, in_scheduler: bool, vllm_config: Any, kv_cache: Any) -> Setup | None:
+def read_setup(side: object, in_scheduler: bool, vllm_config: Any, kv_cache: Any) -> Setup | None:
     """Return the facts of an engine, None if `side` is not to use the cache; the scheduler's side logs why.
 
     Raises ConfigError for settings that are wrong, and for KV that the protocol does not allow.
@@ -94,7 +94,7 @@ def read_setup(side: object, role: object, in_scheduler: bool, vllm_config: Any,
     if reason := unsupported_reason(vllm_config, kv_cache):
         log("this engine runs without the KV cache server: %s", reason)
         return None
-    if has_another(side, role, vllm_config, settings.endpoint):
+    if has_another(side, in_scheduler, vllm_config, settings.endpoint):
         log(_TWICE, settings.endpoint or "the default endpoint")
         return None
     events, tokens = getattr(vllm_config, "kv_events_config", None), engine_block_size(kv_cache)
@@ -108,7 +108,7 @@ def read_setup(side: object, role: object, in_scheduler: bool, vllm_config: Any,
     processes = in_scheduler and vllm_config.parallel_config.distributed_executor_backend not in (None, "uni")
     found = runtime_facts(vllm_config, layer_spec(kv_cache) if processes else None)
     by_head = settings.share_tp and not getattr(vllm_config.model_config, "use_mla", False)
-    if by_head and (reason := why_not_by_head(vllm_config, kv_cache, kv_layout(kv_cache, found))):
+    if by_head and (reason := unsupported_by_head(vllm_config, kv_cache, kv_layout(kv_cache, found))):
         by_head = False
         log("share_tp has no effect, engines share with the same number of ranks only: %s", reason)
     engine, weights = engine_name(vllm_config), settings.weights_version

@@ -60,9 +60,9 @@ class Side(ABC):
         self.feed: Feed | None = None  # for vLLM's metrics
         self.fault = ""  # why it was given up, until the other side knows
 
-    def start(self, role: object, vllm_config: Any, kv_cache: Any) -> None:
+    def start(self, vllm_config: Any, kv_cache: Any) -> None:
         """Begin to use the cache if this engine can be cached, and no other connector does."""
-        setup = read_setup(self, role, self.in_scheduler, vllm_config, kv_cache)
+        setup = read_setup(self, self.in_scheduler, vllm_config, kv_cache)
         if setup is not None:
             self.open(setup)
 

@@ -3,7 +3,7 @@
 A request's KV depends on more than its tokens. vLLM's hashes name it, but not always by its content:
 
 - A cache salt is content.
-- A LoRA adapter is named, from 0.32 on also with its path. A digest of its files is mixed in: see `adapters`.
+- A LoRA adapter is named, from 0.32 on also with its path. A digest of its files is mixed in: see `lora`.
 - Embeddings have a digest of the bytes of each block, without their dtype, which is mixed in. An engine that was given
   two dtypes of one size (float16, bfloat16) may find blocks of either under one hash in its own prefix cache, and
   excludes all embeddings of that size from then on. If there are tokens among the embeddings, the hashes do not have
@@ -30,7 +30,7 @@ HINT = "kvcache"  # the key of our hints in a request's `kv_transfer_params`
 
 class Contents:
     def __init__(self, digest: Callable[[Any], tuple[bytes, str]] | None = None) -> None:
-        """`digest` is that of `adapters.Adapters`; without it, requests with LoRA are not cached."""
+        """`digest` is that of `lora.Adapters`; without it, requests with LoRA are not cached."""
         self._digest = digest
         self._dtypes: dict[int, set[str]] = {}  # of embeddings, by size
         # Kept as long as the scheduler's side knows the request: no hash is mixed twice.

@@ -14,7 +14,7 @@ from kvcache_server.core.index import OFTEN
 from kvcache_server.core.sampling import HashArray
 
 MOST = 3  # requests that are counted
-_MARK_BITS = 14  # of a lot, stored with the count
+_MARK_BITS = 14  # of a keyed hash, stored with the count
 _MARK = np.uint64((1 << _MARK_BITS) - 1)
 _HALF = np.uint64(32)
 
@@ -22,7 +22,8 @@ _HALF = np.uint64(32)
 class Sketch:
     """The counts, 0 to MOST, in a table with two bytes per cell.
 
-    It is direct-mapped and overwritten. With each count it stores 14 bits of the block's lot: wrong answers are rare.
+    It is direct-mapped and overwritten. With each count it stores 14 bits of the block's keyed hash, so wrong answers
+    are rare.
     """
 
     __slots__ = ("_cells", "_size")

@@ -124,9 +124,9 @@ def on_devices() -> Iterator[CheckResult]:
         yield CheckResult("torch", "failed", f"import torch: {_first_line(error)}", "no engine starts with this either")
         return
     for kind in DEVICES:
-        unsupported_reason, cure = _why_none(torch, kind)
-        if unsupported_reason:
-            yield CheckResult(kind, "untested", unsupported_reason, cure)
+        why_none, cure = _why_none(torch, kind)
+        if why_none:
+            yield CheckResult(kind, "untested", why_none, cure)
             continue
         for index in range(getattr(torch, kind).device_count()):
             yield from _on(torch, kind, index)
