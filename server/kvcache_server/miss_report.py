@@ -6,9 +6,12 @@ Times are in seconds. A field is never removed; a new one has a default. Causes 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
+
+# Why a daemon began with an empty cache; "" if it found the previous daemon's.
+EmptyReason = Literal["", "first", "fresh", "not_kept", "resized", "no_state", "distrusted"]
 
 Difference = tuple[str, Any, Any]  # a fact in which two namespaces differ: its name, and its values here and there
 
@@ -120,7 +123,7 @@ class Remembered(msgspec.Struct):
     departures: int
     departures_since_s: float
     began_s: float
-    began_empty: str
+    began_empty: EmptyReason
 
 
 class Answer(msgspec.Struct):

@@ -22,6 +22,8 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from rig import raw_figures
+
 from kvcache_proto.errors import Unavailable
 from kvcache_server.admin_client import AdminClient
 from kvcache_tools.bench import BURST, PAGE, RUN, WIDTHS, Writer, cpu_seconds, fill, size_for
@@ -45,7 +47,6 @@ def daemon_of(tree: Path, folder: Path, blocks: int) -> Iterator[tuple[str, int]
         "--lock=never",
         "--keep=false",
         f"--size={size_for(blocks)}",
-        f"--page-size={PAGE}",
     ]
     log = folder / "daemon.log"
     with log.open("wb") as out:
@@ -89,6 +90,10 @@ def writes(writer: Writer) -> Iterator[float]:
             yield seconds
 
 
+def evicted(writer: Writer) -> int:
+    return int(raw_figures(writer)["counters"].get("blocks_evicted", 0))
+
+
 def lookups(width: int) -> Work:
     """Return what yields the seconds of an acquire and release of so many hashes."""
 
@@ -125,7 +130,7 @@ def start(tree: Path, turn: int, blocks: int, turns: int) -> Iterator[tuple[str,
                 fill(side.writer, count, print)
             yield f"reserve + commit, {count:,} blocks", compare(ours, theirs, turns // 2, writes)
         for side in sides:
-            while not side.writer.status().counters["blocks_evicted"]:
+            while not evicted(side.writer):
                 side.writer.write()
         yield "reserve + commit, evicting", compare(ours, theirs, turns, writes)
         for width in WIDTHS:

@@ -34,7 +34,7 @@ from rig import Child, Daemon, one_daemon
 
 from kvcache_client import GroupSpec, NamespaceSpec, Session
 from kvcache_client.devices import Device, Job, open_device
-from kvcache_client.devices.layout import block_fragments, runs
+from kvcache_client.devices.layout import block_fragments
 from kvcache_client.devices.self_test import check_copies
 from kvcache_client.worker.kv_layout import describe_tensor
 from kvcache_server.config import Config
@@ -129,7 +129,7 @@ def be_victim(pipe: Connection, kind: str) -> None:
     for tensor in tensors:
         for job in range(jobs):
             tensor[:, job * count : (job + 1) * count].fill_(SAVED + job)
-    places = runs(block_fragments(map(describe_tensor, tensors), count * jobs, SLOT))
+    places = block_fragments(map(describe_tensor, tensors), count * jobs, SLOT)
     device = open_device(kind, places, count * jobs, tensors)
     check_copies(device, places, count * jobs)
     connection, region = session.daemon.connection, session.region

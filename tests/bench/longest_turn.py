@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from against import daemon_of
+from rig import raw_figures
 
 from kvcache_proto import messages as m
 from kvcache_proto.types import GroupSpec, NamespaceSpec, Outcome
@@ -102,7 +103,7 @@ def cases(client: Client, again: Callable[[], Client], pid: int) -> Any:
         holder.ask(m.Acquire(0, b"", holder.namespace, many[: 1 + number % MOST]))
     yield "the end of 4,000 leases", lambda: (holder.close(), time.sleep(2.0))
     notes = [m.MissNote("request", "cause", 0, names(4 << 60, MOST))]
-    yield "remark on 16,384", lambda: (client.tell(m.ReportMisses(0, b"", client.namespace, notes)), client.ping())
+    yield "misses of 16,384", lambda: (client.tell(m.ReportMisses(0, b"", client.namespace, notes)), client.ping())
     gone = again()
     writing = names(5 << 60, MOST)
     for at in range(0, MOST, BLOCKS):
@@ -112,15 +113,15 @@ def cases(client: Client, again: Callable[[], Client], pid: int) -> Any:
     yield "why, of 16,384 misses", lambda: client.ask(m.Why(0, b"", "asked about"))
     yield "the end of a writer of 16,384", lambda: (gone.close(), time.sleep(2.0))
     yield "its quarantine", lambda: time.sleep(12.0)
-    yield "stats", lambda: client.status()
+    yield "stats", lambda: raw_figures(client)
     yield "check", lambda: check(client, pid)
     yield "clear", lambda: client.clear()
 
 
 def check(client: Client, pid: int) -> None:
-    before = client.status().daemon.integrity.checks
+    before = raw_figures(client)["daemon"]["integrity"]["checks"]
     os.kill(pid, signal.SIGUSR1)
-    while client.status().daemon.integrity.checks == before:
+    while raw_figures(client)["daemon"]["integrity"]["checks"] == before:
         time.sleep(0.5)
 
 

@@ -12,10 +12,13 @@ from typing import Any
 
 sys.path[:0] = [str(Path(__file__).parent.parent)]
 
+import msgspec  # noqa: E402
 from conftest import Daemon, a_short_folder  # noqa: E402
 
 from kvcache_client import Namespace  # noqa: E402
+from kvcache_proto.messages import Stats  # noqa: E402
 from kvcache_proto.types import MAX_BLOCKS  # noqa: E402
+from kvcache_server.admin_client import AdminClient  # noqa: E402
 
 
 @contextmanager
@@ -40,6 +43,12 @@ def save(namespace: Namespace, chain: list[bytes], begin: int = 0, data: bytes =
         for slot in reservation.slots if data else ():
             slot.view()[:] = data  # blocks of one size lie in one piece
         reservation.commit()
+
+
+def raw_figures(client: AdminClient) -> dict[str, Any]:
+    """Return the figures of `status` as a map: a daemon of another version may report others than this one knows."""
+    found: dict[str, Any] = msgspec.msgpack.decode(client.ask(Stats(0, b"")).stats)
+    return found
 
 
 class Child:

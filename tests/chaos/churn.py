@@ -299,7 +299,8 @@ def churn(rounds: int, period: int) -> dict[str, Any]:
     endpoint = f"ipc://{folder}/kv.sock"
     daemon = Counted(endpoint, folder, **FLAGS)
     try:
-        daemon.ready()
+        if not daemon.ready():
+            raise Broken(f"it ended at its start:\n{daemon.log}")
         engines = Churn(endpoint, daemon.status(), (folder / "kv.token").read_text().strip(), daemon.process.pid)
         for _ in range(WARM_UP):
             engines.round()

@@ -54,15 +54,17 @@ class Daemon(conftest.Daemon):
         return bool(self.point) and self.process.poll() == -signal.SIGKILL
 
     def unless_dead(self, ask: Callable[[], T]) -> T | None:
-        """Return the result of `ask`; None where the daemon dies first. Raises Broken where it lives, but fails."""
-        try:
-            return ask()
-        except (KVCacheError, OSError, AssertionError) as error:
+        """Return the result of `ask`, which is tried again; None if the daemon dies. Raises Broken if it only fails."""
+        until = time.monotonic() + START_SECONDS
+        while True:
             try:
-                self.process.wait(START_SECONDS)  # it may be about to die
-            except subprocess.TimeoutExpired:
-                raise Broken(f"{error}\n{self.log}") from None
-            return None
+                return ask()
+            except (KVCacheError, OSError, AssertionError) as error:
+                if not self.alive:
+                    return None
+                if time.monotonic() > until:
+                    raise Broken(f"{error}\n{self.log}") from None
+                time.sleep(LOOK)  # it may be busy, or about to die
 
     def ready(self) -> bool:
         """Wait until it answers; False where it ended before."""

@@ -113,7 +113,8 @@ def _run(stack: contextlib.ExitStack, seconds: float, supersede_after: float, cu
     daemon = Daemon(endpoint, folder, size="2112KiB", supersede_after=supersede_after, quarantine=0.3)
     writer: subprocess.Popen[str] | None = None
     try:
-        daemon.ready()
+        if not daemon.ready():
+            raise Broken(f"it ended at its start:\n{daemon.log}")
         front, cut_it = stack.enter_context(a_proxy(folder, endpoint)) if cut else (endpoint, lambda: None)
         second, third = Engine(endpoint, "second"), Engine(endpoint, "third")  # a busy host takes its time for it
         writer = subprocess.Popen([sys.executable, __file__, "--write", front], stdout=subprocess.PIPE, text=True)

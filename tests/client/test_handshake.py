@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 
 from kvcache_client import Session, Unavailable
+from kvcache_client.session import forks
+from kvcache_client.session.handshake import shake_hands
 from kvcache_proto import handshake
 from kvcache_proto.codec import encode
 from kvcache_proto.endpoint import handshake_path
@@ -26,6 +28,16 @@ from kvcache_server.admin_client import AdminClient
 def test_nobody_there_is_said_with_its_cure(short_folder: Path) -> None:
     with pytest.raises(Unavailable, match="kvcache-server serve"):
         Session.connect(f"ipc://{short_folder}/kv.sock", engine="e1")
+
+
+def test_a_started_program_inherits_no_descriptor(daemon: Any) -> None:
+    """Otherwise it would keep the session of its parent alive, and the region mapped."""
+    welcomed = shake_hands(daemon.endpoint, "e1", "", 10.0)
+    try:
+        assert not any(map(os.get_inheritable, (welcomed.connection, welcomed.region, welcomed.lock)))
+    finally:
+        for descriptor in (welcomed.connection, welcomed.region, welcomed.lock):
+            forks.close(descriptor)
 
 
 def test_no_permission_is_said(daemon: Any) -> None:

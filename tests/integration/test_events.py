@@ -22,7 +22,7 @@ from follower import END, PATIENCE, Known, MakeSocket, Subscriber, maps, sockets
 from host import Host
 
 from kvcache_client import GroupSpec, NamespaceSpec, Session
-from kvcache_proto.types import Finding
+from kvcache_proto.types import REF_BYTES, Finding
 from kvcache_server.admin_client import AdminClient
 from kvcache_server.config import Config
 from kvcache_server.events.publisher import REPLAYS, Publisher
@@ -178,7 +178,7 @@ def test_vllm_s_own_classes_read_them(start: Any, socket: MakeSocket) -> None:
 def test_a_subscriber_knows_what_lookups_find_across_a_restart(
     start: Any, socket: MakeSocket, short_folder: Path, seed: int
 ) -> None:
-    """Saves, evictions, invalidate, clears and a kill -9 of the daemon; one subscriber hears all, one comes late."""
+    """Saves, evictions, invalidations, clears and a kill -9 of the daemon; one subscriber hears all, one comes late."""
     draw = random.Random(seed)
     flags = {"folder": short_folder, "keep": "true", "size": "8MiB", "events_buffer": 20}
     daemon, report = start(**flags)
@@ -196,10 +196,11 @@ def test_a_subscriber_knows_what_lookups_find_across_a_restart(
                 elif what < 0.98:
                     with namespace.acquire(chain) as lease:
                         if lease.hits:
-                            bad = lease.packed[:24] if draw.random() < 0.5 else lease.packed[-24:]
+                            bad = lease.packed[:REF_BYTES] if draw.random() < 0.5 else lease.packed[-REF_BYTES:]
                             told: list[Any] = []
                             namespace.invalidate(bad, 0, Finding.CORRUPT, session.region.id, told.append)
                             daemon.wait_status(lambda s, told=told: bool(told), "the answer")
+                            assert told[0], "who had stored it"
                 else:
                     with AdminClient(daemon.endpoint) as admin:
                         admin.clear(draw.choice(["", namespace.spec.id]))

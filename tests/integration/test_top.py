@@ -209,6 +209,9 @@ def test_names_with_control_characters(daemon: Any) -> None:
             )
             assert "llama?]0;owned???" in shown.stdout and "qwen?31m?" in shown.stdout
             assert all(each.isprintable() or each == "\n" for each in shown.stdout)
+        as_json = [sys.executable, "-m", "kvcache_server", "status", "--json", "--endpoint", daemon.endpoint]
+        shown = subprocess.run(as_json, capture_output=True, text=True, check=True)
+        assert shown.stdout.isascii() and "qwen\\u009b31m\\u202e" in shown.stdout
 
 
 def test_rates_are_differences_of_two_reports(daemon: Any) -> None:

@@ -186,6 +186,22 @@ def test_status_names_both_versions(start: Callable[..., Any], versions: dict[st
     assert OLD_VERSION in shown.stderr and __version__ in shown.stderr
 
 
+def test_figures_of_a_later_release_are_refused_in_one_line(
+    start: Callable[..., Any], versions: dict[str, str], tmp_path: Path
+) -> None:
+    """It speaks the same protocol, and lacks a figure that this release reads."""
+    later = Path(patched(NEW, tmp_path / "later", __version__, PROTOCOL_VERSION))
+    for name in ("status", "daemon/service"):
+        path = later / "kvcache_server" / f"{name}.py"
+        path.write_text(path.read_text().replace("uptime_s", "seconds_up"))
+    daemon = start(str(later))
+    command = [sys.executable, "-m", "kvcache_server", "status", "--endpoint", daemon.endpoint]
+    env = os.environ | {"PYTHONPATH": versions["new"]}
+    shown = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    assert shown.returncode != 0 and len(shown.stderr.splitlines()) == 1
+    assert "another version" in shown.stderr and "uptime_s" in shown.stderr
+
+
 # Where versions do not meet.
 
 

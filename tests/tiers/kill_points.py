@@ -68,7 +68,6 @@ else:
 
 _DAEMON = """\
 if "serve" in sys.orig_argv:
-    from kvcache_proto.messages import JobResults
     from kvcache_server.daemon.answers import Answers
     from kvcache_server.tiering.tiering import Tiering
 

@@ -12,7 +12,7 @@ from kvcache_proto.types import MAX_NAME
 from kvcache_server.admin_client import AdminClient
 from kvcache_server.commands.describe import json_text
 from kvcache_server.commands.options import endpoint_option
-from kvcache_server.miss_report import Answer, Explanation, Remembered, Run, TierRun
+from kvcache_server.miss_report import Answer, EmptyReason, Explanation, Remembered, Run, TierRun
 
 # One line per cause; {engine}, {where}, {ages} and so on are filled in from the facts that come with it.
 CAUSES = {
@@ -109,7 +109,7 @@ _OTHERS = {
     "namespace_ceiling": "each other block of the namespace",
 }
 _RETAINED = {"retain_quota", "retain_count"}  # notes of the daemon itself
-BEGAN = {
+BEGAN: dict[EmptyReason, str] = {
     "fresh": "serve --fresh discarded the previous cache",
     "not_kept": "keep is false, so nothing outlives a daemon",
     "first": "there was no previous daemon",
@@ -199,7 +199,7 @@ def _sentence(run: Run, told: Explanation, memory: Remembered) -> str:
         where_else=f"{run.namespace} ({run.model})",
         ages=_ages(run.ages_s or ()),
         worth=_worth(run),
-        began=BEGAN.get(memory.began_empty, memory.began_empty),
+        began=BEGAN[memory.began_empty],
     )
     if run.fields:
         said += ": " + "; ".join(f"{field} is {here!r} here and {there!r} there" for field, here, there in run.fields)
@@ -226,7 +226,7 @@ def _memory(memory: Remembered) -> str:
         f"remembered: {memory.lookups:,} lookups in the last {_age(memory.lookups_since_s)}; "
         f"{memory.departures:,} blocks that were evicted or not saved in the last "
         f"{_age(memory.departures_since_s)}. The daemon started {_age(memory.began_s)} ago: "
-        f"{BEGAN.get(memory.began_empty, memory.began_empty)}."
+        f"{BEGAN[memory.began_empty]}."
     )
 
 

@@ -16,7 +16,7 @@ from kvcache_proto.types import NamespaceSpec
 from kvcache_server.core.effects import Actor
 from kvcache_server.core.eviction.worth import one_off
 from kvcache_server.core.index import CLASS_MASK, FIRST_TICK, TICKS_PER_SECOND, Block
-from kvcache_server.miss_report import TierRun
+from kvcache_server.miss_report import EmptyReason, TierRun
 
 LOOKUPS = 16 << 20  # bytes of remembered lookups; each one, and each tier's report about it, counts as EACH more
 EACH = 512
@@ -96,7 +96,7 @@ class MissLog:
         self.notes: deque[EngineNote] = deque(maxlen=NOTES)
         self.spaces: dict[int, NamespaceSpec] = {}
         self.started_at = 0.0
-        self.empty_reason = ""
+        self.empty_reason: EmptyReason = ""
         self._last: dict[str, Lookup] = {}  # by engine
         self._held = 0
         self._names: deque[dict[bytes, Occasion]] = deque([{}], GENERATIONS)
@@ -106,7 +106,7 @@ class MissLog:
         # By cause, second of the last use, class, by age.
         self._occasions: dict[tuple[str, int, int, bool], Occasion] = {}
 
-    def started(self, now: float, how: str) -> None:
+    def started(self, now: float, how: EmptyReason) -> None:
         """Record the start of the daemon, and the reason that its cache is empty; "" if it found the previous one's."""
         self.started_at = self._since[0] = now
         self.empty_reason = how

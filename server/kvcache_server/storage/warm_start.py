@@ -19,6 +19,7 @@ from kvcache_proto.types import PoolGeometry
 from kvcache_server.config import Config
 from kvcache_server.core.cache import Cache
 from kvcache_server.core.journal import Manifest, SessionOpened
+from kvcache_server.miss_report import EmptyReason
 from kvcache_server.storage.checksum_file import open_sums
 from kvcache_server.storage.folder import Folder, file_of
 from kvcache_server.storage.region_file import Progress, Region, check_room, create_region, geometry_for, map_region
@@ -45,7 +46,7 @@ class WarmStart:
     files: SessionFiles
     cache: Cache
     disconnected: dict[int, SessionOpened]
-    empty_reason: str = ""
+    empty_reason: EmptyReason = ""
 
     def close(self, folder: Folder, config: Config) -> None:
         """Close everything; without `keep` in the configuration, also remove it."""
@@ -161,7 +162,7 @@ class _Found(NamedTuple):
 
     region: Region | None = None
     manifest: Manifest | None = None
-    why: str = ""
+    why: EmptyReason = ""
     put_aside: int = 0
 
 
@@ -176,7 +177,7 @@ class _Candidate(NamedTuple):
 
     claim: Claim
     geometry: PoolGeometry | None = None
-    why: str = "first"
+    why: EmptyReason = "first"
     notice: str = ""
     doubt: str = ""
 
@@ -203,7 +204,8 @@ def _find_last(config: Config, folder: Folder, regions: RegionFolder) -> _Found:
                     other.claim.remove()
             held.pop_all()
             return _Found(region, manifest)
-        why, doubtful = "first", 0
+        why: EmptyReason = "first"
+        doubtful = 0
         for each in found:
             if each.doubt and config.strict:
                 raise RegionError(f"{each.claim.path}: {each.doubt}; `kvcache-server serve --fresh` discards it")
@@ -267,14 +269,14 @@ def _examined(regions: RegionFolder, claim: Claim, manifest: Manifest | None, br
     return _Candidate(claim, geometry, "resized", made)
 
 
-def _put_aside(regions: RegionFolder, claim: Claim, distrust: str) -> None:
+def _put_aside(regions: RegionFolder, claim: Claim, doubt: str) -> None:
     """Keep a region that cannot be trusted for inspection, in place of an earlier one."""
     regions.remove_aside()
     path, aside = claim.path, claim.put_aside()
     log.error(
         "%s cannot be trusted: %s; the cache starts empty, and the file is %s",
-        *(path, distrust, f"put aside as {aside}: `kvcache-server discard` frees it" if aside else "removed"),
-        extra={"fields": {"event": "put_aside", "region": path, "aside": aside, "why": distrust}},
+        *(path, doubt, f"put aside as {aside}: `kvcache-server discard` frees it" if aside else "removed"),
+        extra={"fields": {"event": "put_aside", "region": path, "aside": aside, "why": doubt}},
     )
 
 
