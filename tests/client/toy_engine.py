@@ -71,7 +71,7 @@ class PendingReservation:
     def answer(self) -> None:
         granted, slots, refused = [], [], {}
         for at, each in enumerate(each for run in self._runs for each in run.hashes):
-            if why := self._cache.refusal(self._space, each):
+            if why := self._cache.block_refusal(self._space, each):
                 refused[at] = why
                 continue
             granted.append((self._space, each))
@@ -197,7 +197,7 @@ class Cache:
         """Have blocks in the namespace that engines begin in, as if another engine had saved them."""
         self.attach(SPEC, (), 0).visible.update((each, next(self.slots)) for each in hashes)
 
-    def refusal(self, space: Space, each: bytes) -> str:
+    def block_refusal(self, space: Space, each: bytes) -> str:
         if each in space.visible:
             return "present"
         return "in_flight" if each in space.writing else "no_space" if self.full else ""

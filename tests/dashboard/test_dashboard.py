@@ -25,7 +25,7 @@ from insights import process
 
 from kvcache_client.settings import parse_settings
 from kvcache_proto.errors import BadArgument
-from kvcache_server.status import ByClass, Eviction, Hints, Namespace, Pool, Status
+from kvcache_server.status import ByClass, Eviction, Hints, Histogram, Namespace, Pool, Status
 from kvcache_tools.dashboard import engine_fields, envfile
 from kvcache_tools.dashboard.app import Dashboard as Serving
 from kvcache_tools.dashboard.env_folder import Changed, EnvFolder
@@ -332,7 +332,7 @@ def report(asked: int, saved: dict[str, int], pid: int = 1) -> Status:
     """Return figures of a daemon, of which only those count that points are made from."""
     nothing = ByClass(0, 0, 0)
     found = Status(
-        pool=Pool("r", 9, 5, *[0] * 8),
+        pool=Pool("r", 9, 5, *[0] * 14, residence=Histogram.of(())),
         namespaces=[namespace(name, size) for name, size in saved.items()],
         sessions=[],
         away=[],

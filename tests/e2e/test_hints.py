@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.timeout(600), pytest.mark.long]  # tests/server and te
 
 @pytest.fixture(scope="module")
 def daemon(start_module_daemon: Any) -> Any:
-    return start_module_daemon(size=str(POOL * BLOCK_BYTES * 33 // 32))
+    return start_module_daemon(size=str(POOL * BLOCK_BYTES * 33 // 32), retain_quota=0.2)
 
 
 @pytest.fixture(scope="module")
@@ -61,3 +61,42 @@ def test_a_dropped_prompt_is_not_saved_and_one_that_is_over_goes_first(daemon: A
     assert hit_blocks(daemon, server, prompt("conversation")) == 0
     assert daemon.status()["evictions"] == {"dropped": PROMPT}
     assert hit_blocks(daemon, server, prompt("older")) == PROMPT
+
+
+def flood(daemon: Any, server: Any, blocks: int) -> None:
+    """Prompts that are each asked for twice, at once: a block that is not asked for again for longer is worth less."""
+    for number in range(-(-blocks // (4 * PROMPT))):
+        draw = random.Random(f"flood {number}")
+        asked = [draw.randrange(3, 512) for _ in range(4 * PROMPT * BLOCK + 1)]
+        for _ in range(2):
+            server.complete(asked, 1)
+            wait_idle(daemon)
+
+
+def test_a_retained_prompt_survives_a_flood_of_ten_times_the_pool(daemon: Any, server: Any, prompt: Any) -> None:
+    hint(server, prompt("kept"), retain={"seconds": 600})
+    hint(server, prompt("plain"))
+    daemon.wait_status(lambda s: s["hints"]["retained_bytes"] == PROMPT * BLOCK_BYTES, "the retention")
+    flood(daemon, server, 10 * POOL)
+    assert hit_blocks(daemon, server, prompt("kept")) == PROMPT
+    assert hit_blocks(daemon, server, prompt("plain")) == 0
+
+
+def test_a_refusal_by_the_quota_is_counted_and_explained(daemon: Any, server: Any, prompt: Any) -> None:
+    before = daemon.status()["hints"]["retained_bytes"] // BLOCK_BYTES  # by other tests
+    for name in ("more", "even more"):  # 12 blocks are a fifth of 64
+        hint(server, prompt(name), retain={"seconds": 600})
+    refused = before + 2 * PROMPT - 12
+    told = daemon.wait_status(lambda s: s["hints"]["refused"].get("quota") == refused, "all refusals")["hints"]
+    assert told["retained_bytes"] == 12 * BLOCK_BYTES <= told["quota_bytes"]
+    (engine,) = [each["engine"] for each in told["engines"]]
+    assert engine.startswith("hints-")
+
+
+def test_a_bad_hint_is_named_in_the_log_and_harms_nothing(daemon: Any, server: Any, prompt: Any) -> None:
+    for bad in ({"retain": {"secnods": 60}}, {"retain": 5}):
+        hint(server, prompt("bad"), **bad)
+    wait_idle(daemon)
+    assert hit_blocks(daemon, server, prompt("bad")) == PROMPT
+    assert "the hint of a request is ignored: kv_transfer_params, kvcache: Object contains unknown field" in server.log
+    assert "/kvcache_client/" not in server.log, "a traceback of ours"

@@ -16,6 +16,7 @@ from openai_server import Refused
 
 TOKENS = 24
 LONGEST = 4096
+OPTIONS = ("--max-model-len", str(LONGEST), "--max-num-batched-tokens", "64", "--max-num-seqs", "8")
 CLIENTS = 12
 pytestmark = pytest.mark.timeout(900)  # several starts of vLLM in one test, on a busy machine
 GONE = (OSError, http.client.HTTPException, Refused)  # what a client meets whose server goes
@@ -36,8 +37,7 @@ def daemons(start: Callable[..., Any]) -> list[Any]:
 @pytest.fixture(scope="module")
 def first(openai_servers: Any, daemons: list[Any]) -> Any:
     """A server whose prefills take many steps; every block that it loads is verified."""
-    options = ("--max-model-len", str(LONGEST), "--max-num-batched-tokens", "64", "--max-num-seqs", "8")
-    return openai_servers("first", daemons[-1].endpoint, {"verify": "all"}, *options)
+    return openai_servers("first", daemons[-1].endpoint, {"verify": "all"}, *OPTIONS)
 
 
 @pytest.fixture(scope="module")
@@ -118,6 +118,41 @@ def test_a_server_that_stops_while_clients_stream(first: Any, daemons: list[Any]
     wait_idle(daemon)
     daemon.check_integrity()
     assert "/kvcache_client/" not in first.log, "a traceback of ours"
+
+
+@pytest.mark.long  # an engine that is killed and the next one are in test_chaos.py, too
+def test_a_server_that_is_killed_and_the_next_one(
+    openai_servers: Any, daemons: list[Any], prompts: list[Any], prompt: Any, reference: Any
+) -> None:
+    daemon, expected = daemons[-1], reference(prompts, TOKENS)
+    killed = openai_servers("killed", daemon.endpoint, {"verify": "all"}, *OPTIONS)
+    wait_attached(daemon, "killed")
+    assert all_at_once(killed, prompts) == expected
+    wait_idle(daemon)
+    lost = [prompt(40 * BLOCK + n) for n in range(CLIENTS)]
+    before = figure(daemon, "lookups")
+    with ThreadPoolExecutor(CLIENTS) as clients:
+        answers = [clients.submit(killed.complete, p, 2000, True) for p in lost]
+        daemon.wait_status(lambda s: sum(n["lookups"] for n in s["namespaces"]) >= before + 6, "the batch")
+        killed.kill()
+        assert all(ended(answer) for answer in answers)
+        assert any(answer.exception() for answer in answers), "the server was killed after the last answer"
+    daemon.wait_status(lambda s: not s["sessions"] and not s["away"], "the end of its sessions")
+    daemon.check_integrity()
+
+    second = openai_servers("second", daemon.endpoint, {"verify": "all"}, *OPTIONS)
+    wait_attached(daemon, "second")
+    wait_idle(daemon)
+    saved, hit = figure(daemon, "saved_blocks"), figure(daemon, "hit_blocks")
+    assert [second.complete(p, TOKENS) for p in prompts] == expected
+    wait_idle(daemon)
+    assert figure(daemon, "hit_blocks") - hit >= len(blocks_of(prompts))
+    assert figure(daemon, "saved_blocks") == saved  # all were there
+    # Those whose server was killed ask again, and find what it had finished: every block of it is sound.
+    assert all_at_once(second, lost) == reference(lost, TOKENS)
+    assert "blocks_corrupt" not in wait_idle(daemon)["counters"]
+    for server in (killed, second):
+        assert "/kvcache_client/" not in server.log, "a traceback of ours"
 
 
 def ended(answer: Future[list[int]]) -> bool:

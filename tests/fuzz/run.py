@@ -36,7 +36,7 @@ from kvcache_proto import messages as m  # noqa: E402
 from kvcache_proto.codec import decode_handshake, decode_reply, encode  # noqa: E402
 from kvcache_proto.endpoint import handshake_path  # noqa: E402
 from kvcache_proto.errors import ServerError  # noqa: E402
-from kvcache_proto.types import GroupSpec, NamespaceSpec  # noqa: E402
+from kvcache_proto.types import GroupSpec, NamespaceSpec, Outcome  # noqa: E402
 from kvcache_server.admin_client import AdminClient  # noqa: E402
 
 BATCH = 50  # frames between two pings, whose answer says that all of them were handled
@@ -224,12 +224,40 @@ def long_reply(endpoint: str) -> None:
         assert len(admin.ask(m.TraceLookups(0, b"", since)).lookups) == 1
 
 
+class Honest:
+    """An engine that is served beside the fuzzer, as if it were alone."""
+
+    HASHES = tuple(number.to_bytes(32, "big") for number in range(64))
+
+    def __init__(self, endpoint: str) -> None:
+        self._engine = AdminClient(endpoint, engine="honest", timeout=20.0)
+        spec = NamespaceSpec("honest", (GroupSpec(16, 4096),))
+        self._namespace = self._engine.ask(m.Attach(0, b"", spec, (0,))).namespace
+
+    def check(self) -> None:
+        """Look a prompt up: it finds all of its blocks, or none, because the fuzzer has cleared or evicted them."""
+        found = self._engine.ask(m.Acquire(0, b"", self._namespace, list(self.HASHES)))
+        if not found.hits:
+            region = self._engine.geometry.region_id
+            reserved = self._engine.ask(m.Reserve(0, b"", self._namespace, [m.Run(list(self.HASHES))]))
+            if any(reserved.answers):
+                return  # there is no room at present
+            self._engine.ask(m.Settle(0, b"", region, reserved.reservation, (0,), Outcome.COMMITTED))
+            found = self._engine.ask(m.Acquire(0, b"", self._namespace, list(self.HASHES)))
+        assert found.hits == len(self.HASHES) or found.withheld, found
+        self._engine.tell(m.Release(0, b"", [found.lease]))
+
+    def close(self) -> None:
+        self._engine.close()
+
+
 def fuzz(daemon: Daemon, frames: int, handshakes: int, seed: int) -> Result:
     """Send so much and return what came of it. Raises Finding, or AssertionError where the daemon ended."""
     draw, result, began = random.Random(seed), Result(), time.monotonic()
     knocker = Knocker(daemon.endpoint, random.Random(seed + 1))
     long_reply(daemon.endpoint)
     first = daemon.descriptors
+    honest = Honest(daemon.endpoint)
     while result.frames < frames:
         session = Session(daemon.endpoint, draw)
         for _ in range(0, SESSION, BATCH):
@@ -238,10 +266,12 @@ def fuzz(daemon: Daemon, frames: int, handshakes: int, seed: int) -> Result:
             while result.handshakes * frames < handshakes * result.frames:  # both kinds end together
                 knocker.shake_hands(knocker.draw_one(), files=draw.choice((0, 0, 0, 1, 100)))
                 result.handshakes += 1
+            honest.check()
         session.close()
         result.answers += session.answers
         result.sizes.append(daemon.own_bytes)
         assert daemon.process.poll() is None, daemon.log
+    honest.close()
     knocker.tidy()
     result.knocks = knocker.answers
     status = daemon.wait_status(lambda status: not status["sessions"], "the end of the fuzzer's sessions")

@@ -16,21 +16,21 @@ FLAGS = {"size": "16MiB", "quarantine": 0.5, "grace": 1, "keep": "true"}
 READS = ("before a look", "after a look", "before a reservation", "after a reservation", "before a read")
 READS += ("amid a read", "after a read", "before a settlement", "after a settlement")
 WRITES = ("before a write", "amid a write", "before an entry", "after an entry", "after a write")
-PROMOTION = ("before an answer: looks", "after an answer: looks", "before a report: found", "after a report: found")
-PROMOTION += ("before an answer: brings", "after an answer: brings", "before an answer: Reserved")
+PROMOTION = ("before an answer: exists", "after an answer: exists", "before a report: exists", "after a report: exists")
+PROMOTION += ("before an answer: fetches", "after an answer: fetches", "before an answer: Reserved")
 PROMOTION += ("after an answer: Reserved", "before an answer: Settled", "after an answer: Settled")
-PROMOTION += ("before a report: brought", "after a report: brought")
+PROMOTION += ("before a report: fetched", "after a report: fetched")
 WRITE_OUT = (
-    "before an answer: writes",
-    "after an answer: writes",
-    "before a report: written",
-    "after a report: written",
+    "before an answer: stores",
+    "after an answer: stores",
+    "before a report: stored",
+    "after a report: stored",
 )
 # Before, amid and after each kind of work. The other points are long.
 FEW = {
     *("after a look", "before a reservation", "amid a read", "before a settlement", "amid a write", "before an entry"),
-    *("after an eviction", "after an answer: looks", "before a report: found", "before an answer: Settled"),
-    *("after a report: brought", "after an answer: writes", "before a report: written"),
+    *("after an eviction", "after an answer: exists", "before a report: exists", "before an answer: Settled"),
+    *("after a report: fetched", "after an answer: stores", "before a report: stored"),
 }
 
 

@@ -1160,7 +1160,7 @@ class Engine:
         """Wait until the daemon has answered all reservations, which the next step then has."""
         end = time.monotonic() + PATIENCE
         for sent in self.connector._scheduler._saves.waiting:
-            while sent.ticket is not None and sent.ticket.poll() is None:
+            while sent.pending is not None and sent.pending.poll() is None:
                 assert time.monotonic() < end, "the daemon does not answer"
                 time.sleep(0.0002)
 
