@@ -11,7 +11,7 @@ import pytest
 from kvcache_proto import messages as m
 from kvcache_proto.errors import UnknownHandle
 from kvcache_proto.region import ALIGN, HEADER, ROW, RegionRows
-from kvcache_proto.types import REF_BYTES, TAIL, GroupSpec, NamespaceSpec, Outcome, PoolGeometry, Verdict
+from kvcache_proto.types import REF_BYTES, SUFFIX, GroupSpec, NamespaceSpec, Outcome, PoolGeometry, Verdict
 from kvcache_server.core import journal
 from kvcache_server.core.cache import Cache
 from kvcache_server.core.effects import Change
@@ -180,11 +180,11 @@ class Client:
         return list(self.ask(m.Reclaim(1, b"", heard, list(leases))).lost)
 
     def reserve(self, paths: list[str], parent: str = "") -> m.Reserved:
-        """Reserve blocks, and for a whole chain also what tails need after it."""
+        """Reserve blocks, and for a whole chain also what suffix groups need after it."""
         names = [digest(path) for path in paths]
         runs = [m.Run(names, digest(parent) if parent else None)]
         for number, group in enumerate(self.spec.groups):
-            if group.kind == TAIL and not parent:
+            if group.kind == SUFFIX and not parent:
                 runs.append(m.Run(names[-group.needed(len(names)) :], None, number))
         reply: m.Reserved = self.ask(m.Reserve(1, b"", self.namespace, runs))
         return reply
@@ -231,7 +231,7 @@ def refs_of(leases: list[tuple[Client, int, bytes]]) -> set[bytes]:
 
 SMALL, LARGE, PAIR = spec_of(100 << 10), spec_of(700 << 10), spec_of(160 << 10, 2, "pair")
 HYBRID = NamespaceSpec(
-    "hybrid", (GroupSpec(16, 100 << 10), GroupSpec(16, 60 << 10, TAIL, 2), GroupSpec(16, 300 << 10, TAIL, 1)), {}, 8
+    "hybrid", (GroupSpec(16, 100 << 10), GroupSpec(16, 60 << 10, SUFFIX, 2), GroupSpec(16, 300 << 10, SUFFIX, 1)), {}, 8
 )
 
 

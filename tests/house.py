@@ -40,12 +40,12 @@ def packages(graph: grimp.ImportGraph) -> list[str]:
 def reduced(arrows: Arrows) -> Arrows:
     """Return `arrows` without those that lead where a longer way leads, too. Raises SystemExit if there is a circle."""
 
-    def reach(start: str, way: tuple[str, ...] = ()) -> set[str]:
+    def window_blocks(start: str, way: tuple[str, ...] = ()) -> set[str]:
         if start in way:
             raise SystemExit(f"a circle of imports: {' -> '.join((*way[way.index(start) :], start))}")
-        return arrows[start].union(*(reach(after, (*way, start)) for after in arrows[start]))
+        return arrows[start].union(*(window_blocks(after, (*way, start)) for after in arrows[start]))
 
-    beyond = {name: reach(name) for name in arrows}
+    beyond = {name: window_blocks(name) for name in arrows}
     return {
         name: {after for after in direct if not any(after in beyond[other] for other in direct)}
         for name, direct in arrows.items()

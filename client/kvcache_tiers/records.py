@@ -26,7 +26,8 @@ def key_prefix(spec: NamespaceSpec, group: int) -> bytes:
     The geometry is part of it: stores outlive the daemons that forbid two geometries in one namespace.
     """
     each = spec.groups[group]
-    facts = [each.block_tokens, each.shards, each.kind, each.reach, each.period, each.followed, spec.hash_bytes]
+    rule = [each.kind, each.window_blocks, each.chunk_blocks, each.needs_next_block]
+    facts = [each.block_tokens, each.shards, *rule, spec.hash_bytes]
     geometry = hashlib.sha256(msgspec.msgpack.encode(facts)).digest()[:8]
     return bytes([FORMAT, group]) + bytes.fromhex(spec.id) + geometry
 

@@ -92,8 +92,8 @@ class Detach(Request):
 class Acquire(Request):
     """Look up the longest cached prefix of `hashes`; with `pin`, take a lease; with `verify`, also return checksums.
 
-    In a namespace with tails, a lookup of group 0 is for all groups: the longest prefix after which the engine can
-    continue; it needs no blocks of tails before number `start`.
+    In a namespace with suffix groups, a lookup of group 0 is for all groups: the longest prefix after which the engine
+    can continue; it needs no blocks of suffix groups before number `start`.
     """
 
     namespace: int
@@ -116,7 +116,7 @@ class Release(Request):
 class Run(msgspec.Struct, array_like=True):
     """Blocks of one chain, each the child of the one before.
 
-    In a tail, each is the child of the block of group 0 that has the same hash, and `parent` is None.
+    In a suffix group, each is the child of the block of group 0 that has the same hash, and `parent` is None.
     """
 
     hashes: Hashes
@@ -241,7 +241,7 @@ class Reclaim(Request):
     """Report what a resumed session still holds."""
 
     heard: int  # the highest reservation that it received: later ones are given back
-    # [lease, reference of its last block, followed by those of its tails' blocks]
+    # [lease, reference of its last block, followed by those of its suffix groups' blocks]
     leases: Annotated[list[tuple[int, bytes]], Most] = []
 
 
@@ -309,8 +309,9 @@ class Attached(Reply):
 class Acquired(Reply):
     """The blocks of the longest cached prefix.
 
-    In a namespace with tails, `slots` has the references of group 0, if that is no tail itself, and then, tail after
-    tail, those of the last `min(needed(hits), hits - start)` blocks of the hits; none if `hits` is not above `start`.
+    In a namespace with suffix groups, `slots` has the references of group 0, if that is no suffix group itself, and
+    then, suffix group after suffix group, those of the last `min(needed(hits), hits - start)` blocks of the hits; none
+    if `hits` is not above `start`.
 
     A tier is bringing the `coming` blocks after the hits, some of which may be pending, in about `eta_ms`. If only
     `eta_ms` is not 0, tiers are being asked, and will have answered by then.
@@ -324,7 +325,7 @@ class Acquired(Reply):
     sums: bytes = b""  # if requested, SUM_BYTES per shard of each reference, 0 for none
     coming: int = 0
     eta_ms: int = 0
-    divergence: int = 0  # blocks, more than are cached, after which it could continue if tails had theirs; 0 if none
+    divergence: int = 0  # blocks, more than `hits`, after which it could continue if suffix groups had theirs; or 0
 
 
 class Reserved(Reply):

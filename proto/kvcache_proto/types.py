@@ -15,10 +15,10 @@ from kvcache_proto.errors import BadArgument, GeometryMismatch
 
 BlockHash = bytes
 
-FULL, TAIL = "full", "tail"  # kinds of groups
+FULL, SUFFIX = "full", "suffix"  # kinds of groups
 MAX_SHARDS = 64
 MAX_GROUPS = 16
-MAX_REACH = 8192  # blocks of all tails together: a lookup pins up to this many
+MAX_WINDOW_BLOCKS = 8192  # blocks of all suffix groups together: a lookup pins up to this many
 MAX_BLOCK_TOKENS = 1 << 20
 MAX_SHARD_BYTES = 1 << 40
 MAX_HASHES = 16_384  # of a prompt in one lookup
@@ -102,30 +102,37 @@ class GroupSpec(msgspec.Struct, frozen=True, array_like=True, omit_defaults=Fals
     """One KV cache group: the tokens of a block, and the size of each of its shards.
 
     `shard_bytes` is an int for one shard, or one int per shard. To continue after a prefix, an engine needs all its
-    blocks of a group of the kind FULL, and the last ones of a TAIL: see `needed`. If a FULL group is `followed`, the
-    block after the prefix must be cached in it, too: only that shows that the last block of the prefix is right.
+    blocks of a group of the kind FULL, and the last ones of a SUFFIX group: see `needed`. If a FULL group
+    `needs_next_block`, the block after the prefix must be cached, too: only that shows that the last block of the
+    prefix is right.
     Raises BadArgument.
     """
 
     block_tokens: int
     shard_bytes: int | Sequence[int]
     kind: str = FULL
-    reach: int = 0
-    period: int = 0
-    followed: bool = False
+    window_blocks: int = 0
+    chunk_blocks: int = 0
+    needs_next_block: bool = False
 
     def __post_init__(self) -> None:
         shards = self.shard_bytes
         if not isinstance(shards, int):
             msgspec.structs.force_setattr(self, "shard_bytes", tuple(shards))
-        if self.kind not in (FULL, TAIL):
-            raise BadArgument(f"group kind {self.kind!r}: this version knows {FULL!r} and {TAIL!r}")
-        if not _is_int(self.reach) or not (self.kind == TAIL) <= self.reach <= MAX_REACH * (self.kind == TAIL):
-            raise BadArgument(f"reach {self.reach!r}: 1 to {MAX_REACH} blocks for {TAIL!r}, 0 for {FULL!r}")
-        if not _is_int(self.period) or not 0 <= self.period <= MAX_BLOCK_TOKENS * (self.kind == TAIL):
-            raise BadArgument(f"period {self.period!r}: 0 to {MAX_BLOCK_TOKENS} blocks for {TAIL!r}, 0 for {FULL!r}")
-        if self.followed and self.kind != FULL:
-            raise BadArgument(f"a group of the kind {self.kind!r} is not followed, only a {FULL!r} one is")
+        if self.kind not in (FULL, SUFFIX):
+            raise BadArgument(f"group kind {self.kind!r}: this version knows {FULL!r} and {SUFFIX!r}")
+        most = MAX_WINDOW_BLOCKS if self.kind == SUFFIX else 0
+        if not _is_int(self.window_blocks) or not (self.kind == SUFFIX) <= self.window_blocks <= most:
+            raise BadArgument(
+                f"window_blocks {self.window_blocks!r}: 1 to {MAX_WINDOW_BLOCKS} for {SUFFIX!r}, 0 for {FULL!r}"
+            )
+        most = MAX_BLOCK_TOKENS if self.kind == SUFFIX else 0
+        if not _is_int(self.chunk_blocks) or not 0 <= self.chunk_blocks <= most:
+            raise BadArgument(
+                f"chunk_blocks {self.chunk_blocks!r}: 0 to {MAX_BLOCK_TOKENS} for {SUFFIX!r}, 0 for {FULL!r}"
+            )
+        if self.needs_next_block and self.kind != FULL:
+            raise BadArgument(f"a group of the kind {self.kind!r} has no needs_next_block, only a {FULL!r} one")
         if not _is_int(self.block_tokens) or not 1 <= self.block_tokens <= MAX_BLOCK_TOKENS:
             raise BadArgument(f"block_tokens {self.block_tokens!r}: 1 to {MAX_BLOCK_TOKENS} tokens")
         if not 1 <= len(self.shards) <= MAX_SHARDS:
@@ -137,11 +144,12 @@ class GroupSpec(msgspec.Struct, frozen=True, array_like=True, omit_defaults=Fals
     def needed(self, end: int) -> int:
         """Return the number of blocks at the end of the first `end` blocks of a chain that an engine needs to continue.
 
-        For a tail: `reach`, which covers a window or a state. With a `period`, none before the last multiple of it.
+        For a suffix group: `window_blocks`, which covers a window or a state. With a `chunk_blocks`, none before the
+        last multiple of it.
         """
         if self.kind == FULL:
             return end
-        return min(end % self.period if self.period else end, self.reach)
+        return min(end % self.chunk_blocks if self.chunk_blocks else end, self.window_blocks)
 
     @property
     def shards(self) -> tuple[int, ...]:
@@ -180,14 +188,14 @@ class NamespaceSpec(msgspec.Struct, frozen=True, array_like=True):
             raise BadArgument(f"{len(self.groups)} groups: 1 to {MAX_GROUPS}")
         if len({len(group.shards) for group in self.groups}) != 1:
             raise BadArgument("the groups of a namespace have the same number of shards")
-        if sum(group.reach for group in self.groups) > MAX_REACH:
-            raise BadArgument(f"tails of {sum(group.reach for group in self.groups)} blocks: at most {MAX_REACH}")
-        if self.tails and len({group.block_tokens for group in self.groups}) != 1:
-            raise BadArgument(f"with groups of the kind {TAIL!r}, all groups have the same block_tokens")
-        if self.tails and any(group.kind == FULL for group in self.groups[1:]):
-            raise BadArgument(f"beside groups of the kind {TAIL!r}, there is at most one {FULL!r}, the first")
-        if not self.tails and any(group.followed for group in self.groups):
-            raise BadArgument(f"a group is followed only beside groups of the kind {TAIL!r}")
+        if (blocks := sum(group.window_blocks for group in self.groups)) > MAX_WINDOW_BLOCKS:
+            raise BadArgument(f"suffix groups of {blocks} blocks: at most {MAX_WINDOW_BLOCKS}")
+        if self.suffixes and len({group.block_tokens for group in self.groups}) != 1:
+            raise BadArgument(f"with groups of the kind {SUFFIX!r}, all groups have the same block_tokens")
+        if self.suffixes and any(group.kind == FULL for group in self.groups[1:]):
+            raise BadArgument(f"beside groups of the kind {SUFFIX!r}, there is at most one {FULL!r}, the first")
+        if not self.suffixes and any(group.needs_next_block for group in self.groups):
+            raise BadArgument(f"needs_next_block only beside groups of the kind {SUFFIX!r}")
         if not MIN_HASH_BYTES <= self.hash_bytes <= MAX_HASH_BYTES:
             raise BadArgument(f"hash_bytes {self.hash_bytes}: {MIN_HASH_BYTES} to {MAX_HASH_BYTES}")
 
@@ -202,9 +210,9 @@ class NamespaceSpec(msgspec.Struct, frozen=True, array_like=True):
         return len(self.groups[0].shards)
 
     @property
-    def tails(self) -> bool:
-        """Whether it has groups of the kind TAIL: then one lookup, of group 0, is for all groups."""
-        return any(group.kind == TAIL for group in self.groups)
+    def suffixes(self) -> bool:
+        """Whether it has groups of the kind SUFFIX: then one lookup, of group 0, is for all groups."""
+        return any(group.kind == SUFFIX for group in self.groups)
 
     def with_weights(self, weights: str) -> NamespaceSpec:
         """Return the same namespace for the weights named `weights`; "" means those of the checkpoint."""
@@ -226,7 +234,7 @@ class NamespaceSpec(msgspec.Struct, frozen=True, array_like=True):
         if len(self.groups) != len(other.groups):
             raise GeometryMismatch(f"{len(other.groups)} groups; registered with {len(self.groups)}")
         for number, (mine, theirs) in enumerate(zip(self.groups, other.groups, strict=True)):
-            for field in ("block_tokens", "shards", "kind", "reach", "period", "followed"):
+            for field in ("block_tokens", "shards", "kind", "window_blocks", "chunk_blocks", "needs_next_block"):
                 if getattr(mine, field) != getattr(theirs, field):
                     raise GeometryMismatch(
                         f"group {number}: {field} {getattr(theirs, field)}; registered with {getattr(mine, field)}: "

@@ -101,14 +101,15 @@ class Group(msgspec.Struct):
 
     block_tokens: Count
     shard_bytes: Annotated[list[Count], _doc("Per shard of a block")]
-    kind: Annotated[str, _doc("`full`: an engine needs all blocks of a prefix to continue; `tail`: only the last ones")]
-    reach: Annotated[Count, _doc("Of a tail, how many blocks at the end of a prefix an engine needs")]
-    period: Annotated[Count, _doc("Of a tail, after how many blocks an engine needs none from before; 0 for never")]
-    followed: Annotated[bool, _doc("Whether the block after a prefix must be cached, too")]
+    kind: Annotated[str, _doc("`full`: an engine needs all blocks of a prefix; `suffix`: the last ones")]
+    window_blocks: Annotated[Count, _doc("Of a suffix group, how many blocks at the end of a prefix an engine needs")]
+    chunk_blocks: Annotated[Count, _doc("Of a suffix group, after how many blocks none before is needed; 0: never")]
+    needs_next_block: Annotated[bool, _doc("Whether the block after a prefix must be cached, too")]
 
     @classmethod
     def of(cls, spec: GroupSpec) -> Group:
-        return cls(spec.block_tokens, list(spec.shards), spec.kind, spec.reach, spec.period, spec.followed)
+        rule = spec.kind, spec.window_blocks, spec.chunk_blocks, spec.needs_next_block
+        return cls(spec.block_tokens, list(spec.shards), *rule)
 
 
 class Namespace(msgspec.Struct):

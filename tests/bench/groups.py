@@ -16,14 +16,14 @@ from rig import one_daemon
 from kvcache_client import Session
 from kvcache_client.session.namespace import Namespace
 from kvcache_proto.messages import Run
-from kvcache_proto.types import MAX_BLOCKS, TAIL, GroupSpec, NamespaceSpec
+from kvcache_proto.types import MAX_BLOCKS, SUFFIX, GroupSpec, NamespaceSpec
 
 WIDTHS = (64, 1024)
 FULL_GROUP = GroupSpec(16, 4096)
 KINDS = {
     "full attention": (FULL_GROUP,),
-    "and a window of 8 blocks": (FULL_GROUP, GroupSpec(16, 4096, TAIL, 8)),
-    "and a state": (FULL_GROUP, GroupSpec(16, 4096, TAIL, 1)),
+    "and a window of 8 blocks": (FULL_GROUP, GroupSpec(16, 4096, SUFFIX, 8)),
+    "and a state": (FULL_GROUP, GroupSpec(16, 4096, SUFFIX, 1)),
 }
 
 
@@ -32,7 +32,7 @@ def store(namespace: Namespace, groups: tuple[GroupSpec, ...], hashes: list[byte
         Run(hashes[at : at + MAX_BLOCKS], hashes[at - 1] if at else None) for at in range(0, len(hashes), MAX_BLOCKS)
     ]
     for number, group in enumerate(groups[1:], 1):
-        runs += [Run(hashes[width - group.reach : width], None, number) for width in WIDTHS]
+        runs += [Run(hashes[width - group.window_blocks : width], None, number) for width in WIDTHS]
     for run in runs:
         reservation = namespace.reserve_runs_later([run]).wait(10)
         assert reservation is not None and not reservation.refused

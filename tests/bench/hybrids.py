@@ -2,9 +2,9 @@
 
     python tests/bench/hybrids.py TRACE [--capacities 0.02,0.05,0.1] [--requests 12000] [--engines 8]
 
-Each row is one kind of model and capacity: hit ratios of the pool, and of one of the same size in which tails take no
-room and are never evicted; the part of the pool that tails have; and the part that no lookup could ever use, on average
-and at most, of samples since the pool was full.
+Each row is one kind of model and capacity: hit ratios of the pool, and of one of the same size in which suffix groups
+take no room and are never evicted; the part of the pool that suffix groups have; and the part that no lookup could ever
+use, on average and at most, of samples since the pool was full.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from itertools import islice
 from statistics import mean
 from typing import NamedTuple
 
-from kvcache_proto.types import TAIL, GroupSpec
+from kvcache_proto.types import SUFFIX, GroupSpec
 from kvcache_server.core.cache import Cache
 from kvcache_tools.replay.simulated_daemon import SimulatedDaemon, block_hash
 from kvcache_tools.replay.simulation import Setup, distinct, make_rooms, routes, size_for
@@ -27,13 +27,13 @@ EVERY = 100  # requests between two samples of what is in the pool
 
 
 class Kind(NamedTuple):
-    """A kind of model: what a block of its tail has, in blocks of full attention, and how many are needed."""
+    """A kind of model: what a block of its suffix group has, in blocks of full attention, and how many are needed."""
 
     name: str
     size: float
-    reach: int
+    window_blocks: int
     checkpoint: int  # blocks between two
-    divergences: bool = False  # whether tails are saved where a prompt parts from what is cached
+    divergences: bool = False  # whether suffix groups are saved where a prompt parts from what is cached
 
 
 KINDS = (
@@ -50,12 +50,13 @@ KINDS = (
 
 
 def useless(cache: Cache) -> tuple[float, float]:
-    """Return which part of the used bytes tails have, and which part no lookup could use."""
+    """Return which part of the used bytes suffix groups have, and which part no lookup could use."""
     (namespace,) = cache.namespaces.values()
-    full, *tails = namespace.groups
+    full, *suffixes = namespace.groups
     used: set[int] = set()
     for block in full.visible.values():
-        needed = [tail.visible.get(each.hash) for tail in tails for each in islice(block.ancestors(), tail.spec.reach)]
+        above = {each: list(islice(block.ancestors(), each.spec.window_blocks)) for each in suffixes}
+        needed = [suffix.visible.get(each.hash) for suffix, blocks in above.items() for each in blocks]
         if all(needed):
             used |= {id(each) for each in needed}
             for each in block.ancestors():
@@ -64,13 +65,13 @@ def useless(cache: Cache) -> tuple[float, float]:
                 used.add(id(each))
     blocks = [block for group in namespace.groups for block in group.visible.values()]
     total = sum(block.account.group.allocated_bytes for block in blocks)
-    tail_bytes = sum(block.account.group.allocated_bytes for block in blocks if block.account.group.is_tail)
+    suffix_bytes = sum(block.account.group.allocated_bytes for block in blocks if block.account.group.is_suffix)
     wasted = sum(block.account.group.allocated_bytes for block in blocks if id(block) not in used)
-    return tail_bytes / total, wasted / total
+    return suffix_bytes / total, wasted / total
 
 
 def play(requests: list[TraceRequest], blocks: int, kind: Kind, engines: int) -> tuple[int, float, float, float]:
-    """Return the hits, the part of the pool that tails have, and the useless part: on average, and at most."""
+    """Return the hits, the part of the pool that suffix groups have, and the useless part: on average, and at most."""
     daemon, setup = make(blocks, kind, engines, True)
     hits, samples = 0, []
     for number, (request, engine) in enumerate(zip(requests, routes(requests, setup), strict=True), 1):
@@ -78,40 +79,41 @@ def play(requests: list[TraceRequest], blocks: int, kind: Kind, engines: int) ->
         hits += daemon.ask(engine, names, request.at, time.perf_counter)[0]
         if number % EVERY == 0 and daemon.cache.eviction.evictions:
             samples.append(useless(daemon.cache))
-    of_tails, wasted = zip(*samples or [(0.0, 0.0)], strict=True)
-    return hits, mean(of_tails), mean(wasted), max(wasted)
+    of_suffixes, wasted = zip(*samples or [(0.0, 0.0)], strict=True)
+    return hits, mean(of_suffixes), mean(wasted), max(wasted)
 
 
 def play_unlimited(requests: list[TraceRequest], blocks: int, kind: Kind, engines: int) -> float:
-    """Return the hits if tails took no room, and stayed for ever."""
+    """Return the hits if suffix groups took no room, and stayed for ever."""
     daemon, setup = make(blocks, kind, engines, False)
     hits, saved = 0, set()
     for request, engine in zip(requests, routes(requests, setup), strict=True):
         names = full_blocks(request, kind)
         found = daemon.ask(engine, [block_hash(each) for each in names], request.at, time.perf_counter)[0]
         divergence = found if kind.divergences else 0
-        for tail in tails_of(kind):
-            while found and not saved.issuperset(names[found - tail.needed(found) : found]):
+        for suffix in suffixes_of(kind):
+            while found and not saved.issuperset(names[found - suffix.needed(found) : found]):
                 found -= 1
-            saved |= {names[at] for at in daemon.saved(tail, len(names), found, len(names), divergence)}
+            saved |= {names[at] for at in daemon.saved(suffix, len(names), found, len(names), divergence)}
         hits += found
     return hits
 
 
 def full_blocks(request: TraceRequest, kind: Kind) -> Sequence[int | str]:
-    """Return a prompt's blocks; with tails without the last one, which is rarely full and so no boundary."""
-    return request.blocks[:-1] if kind.reach and len(request.blocks) > 1 else request.blocks
+    """Return a prompt's blocks; with suffix groups without the last one, which is rarely full and so no boundary."""
+    return request.blocks[:-1] if kind.window_blocks and len(request.blocks) > 1 else request.blocks
 
 
-def tails_of(kind: Kind) -> list[GroupSpec]:
-    return [GroupSpec(512, int(kind.size * BYTES), TAIL, kind.reach)] if kind.reach else []
+def suffixes_of(kind: Kind) -> list[GroupSpec]:
+    return [GroupSpec(512, int(kind.size * BYTES), SUFFIX, kind.window_blocks)] if kind.window_blocks else []
 
 
-def make(blocks: int, kind: Kind, engines: int, with_tails: bool) -> tuple[SimulatedDaemon, Setup]:
+def make(blocks: int, kind: Kind, engines: int, with_suffixes: bool) -> tuple[SimulatedDaemon, Setup]:
     setup = Setup(engines=engines, block_bytes=BYTES)
     room, _ = make_rooms(size_for(blocks, setup), setup)
-    tails = tails_of(kind) if with_tails else []
-    daemon = SimulatedDaemon(room, 512, engines, tails=tails, checkpoint=kind.checkpoint, divergences=kind.divergences)
+    suffixes = suffixes_of(kind) if with_suffixes else []
+    saved = {"checkpoint": kind.checkpoint, "divergences": kind.divergences}
+    daemon = SimulatedDaemon(room, 512, engines, suffixes=suffixes, **saved)
     return daemon, setup
 
 
@@ -124,13 +126,13 @@ def main() -> None:
     options = parser.parse_args()
     requests = read_trace(options.trace)[: options.requests]
     asked, different = sum(len(each.blocks) for each in requests), distinct(requests)
-    print(f"{'model':26} {'blocks':>7} {'hits':>7} {'tails free':>10} {'of tails':>9} {'useless':>8} {'at most':>8}")
+    print(f"{'model':26} {'blocks':>7} {'hits':>7} {'all free':>10} {'suffixes':>9} {'useless':>8} {'at most':>8}")
     for part in map(float, options.capacities.split(",")):
         for kind in KINDS:
             blocks = int(part * different)
-            hits, of_tails, wasted, most = play(requests, blocks, kind, options.engines)
+            hits, of_suffixes, wasted, most = play(requests, blocks, kind, options.engines)
             free = play_unlimited(requests, blocks, kind, options.engines)
-            row = f"{kind.name:26} {blocks:7} {hits / asked:7.1%} {free / asked:10.1%} {of_tails:9.1%}"
+            row = f"{kind.name:26} {blocks:7} {hits / asked:7.1%} {free / asked:10.1%} {of_suffixes:9.1%}"
             print(f"{row} {wasted:8.1%} {most:8.1%}", flush=True)
 
 

@@ -14,13 +14,13 @@ from kvcache_client.scheduler.requests import LookupResult, RequestState, follow
 from kvcache_client.scheduler.views import Group, NewTable, RequestView, StepView, Table
 from kvcache_client.session.counters import Counters
 from kvcache_client.worker.places import Places, without_nulls
-from kvcache_proto.types import REF_BYTES, TAIL, BlockRef, GroupSpec
+from kvcache_proto.types import REF_BYTES, SUFFIX, BlockRef, GroupSpec
 
 # Slots of 4 tokens. Full attention has blocks of 2 tokens, in two groups of the engine; windows of 6 have blocks of 4.
 FULL = Group((Table(0, 2, 2), Table(2, 2, 2)))
-WINDOW = Group((Table(1, 4, 1),), reach=2, kept=5)
-STATE = Group((Table(3, 4, 1), Table(4, 4, 1)), reach=1, is_state=True)
-SPECS = {FULL: GroupSpec(4, 64), WINDOW: GroupSpec(4, 64, TAIL, 2), STATE: GroupSpec(4, 64, TAIL, 1)}
+WINDOW = Group((Table(1, 4, 1),), window_blocks=2, kept=5)
+STATE = Group((Table(3, 4, 1), Table(4, 4, 1)), window_blocks=1, is_state=True)
+SPECS = {FULL: GroupSpec(4, 64), WINDOW: GroupSpec(4, 64, SUFFIX, 2), STATE: GroupSpec(4, 64, SUFFIX, 1)}
 
 
 def several(*groups: Group, **options: Any) -> HybridGroups:
@@ -41,7 +41,8 @@ def request(prompt: int, tokens: int = 0) -> RequestView:
 
 
 def test_what_is_volatile_is_left_out_once() -> None:
-    """By the daemon, if the number of hits depends on tails; then the block that follows the hits is asked for, too."""
+    """By the daemon, if the number of hits depends on suffix groups; then the block that follows the hits is asked for,
+    too."""
     assert several(FULL, volatile=1).usable(5) == 4
     assert several(FULL, WINDOW, volatile=1).usable(5) == 5
 
@@ -49,8 +50,8 @@ def test_what_is_volatile_is_left_out_once() -> None:
 @pytest.mark.parametrize("prompt", [40, 41, 43])
 def test_windows_are_saved_where_a_prompt_is_found_again(prompt: int) -> None:
     """Its last slot is volatile: a request with the same prompt continues before it, a longer one perhaps after it."""
-    assert several(FULL, WINDOW, volatile=1).tail_slots(1, request(prompt), 0, prompt // 4, None) == [7, 8, 9]
-    assert several(FULL, WINDOW, volatile=1).tail_slots(1, request(prompt), 0, 6, 6) == [3, 4, 5]
+    assert several(FULL, WINDOW, volatile=1).suffix_slots(1, request(prompt), 0, prompt // 4, None) == [7, 8, 9]
+    assert several(FULL, WINDOW, volatile=1).suffix_slots(1, request(prompt), 0, 6, 6) == [3, 4, 5]
 
 
 # 12 tokens: block n of a group is 10 * group + n + 1; windows begin at token 7, states are before token 12.
@@ -130,7 +131,7 @@ def test_which_blocks_of_a_window_are_saved(
     prompt: int, first: int, end: int, limit: int | None, wanted: list[int]
 ) -> None:
     group = several(FULL, WINDOW)
-    assert group.tail_slots(1, request(prompt, 60), first, end, limit) == wanted
+    assert group.suffix_slots(1, request(prompt, 60), first, end, limit) == wanted
 
 
 @pytest.mark.parametrize(
@@ -138,8 +139,8 @@ def test_which_blocks_of_a_window_are_saved(
 )
 def test_windows_at_checkpoints(every: int, wanted: list[int]) -> None:
     group = several(FULL, WINDOW, checkpoint_tokens=every)
-    assert group.tail_slots(1, request(41), 0, 10, None) == wanted
-    steps = [slot for at in range(10) for slot in group.tail_slots(1, request(41), at, at + 1, None)]
+    assert group.suffix_slots(1, request(41), 0, 10, None) == wanted
+    steps = [slot for at in range(10) for slot in group.suffix_slots(1, request(41), at, at + 1, None)]
     assert steps == wanted, "also in small steps"
 
 
@@ -147,7 +148,7 @@ def test_windows_at_checkpoints(every: int, wanted: list[int]) -> None:
 def test_windows_alone_have_more_checkpoints(groups: tuple[Group, ...], every: int) -> None:
     """The daemon does not know where prompts part."""
     prompt, slots, step = RequestView("r", 20_001, 20_001, []), 20_000 // 4, every // 4
-    found = several(*groups, checkpoint_tokens=None).tail_slots(len(groups) - 1, prompt, 0, slots, None)
+    found = several(*groups, checkpoint_tokens=None).suffix_slots(len(groups) - 1, prompt, 0, slots, None)
     assert found == [end - back for end in [*range(step, slots, step), slots] for back in (2, 1)]
 
 
@@ -156,35 +157,35 @@ def test_windows_alone_have_more_checkpoints(groups: tuple[Group, ...], every: i
 )
 def test_windows_where_a_prompt_parts_from_others(divergence: int, wanted: list[int]) -> None:
     group = several(FULL, WINDOW)
-    assert group.tail_slots(1, request(41), 0, 10, None, divergence) == wanted
-    steps = [slot for at in range(10) for slot in group.tail_slots(1, request(41), at, at + 1, None, divergence)]
+    assert group.suffix_slots(1, request(41), 0, 10, None, divergence) == wanted
+    steps = [slot for at in range(10) for slot in group.suffix_slots(1, request(41), at, at + 1, None, divergence)]
     assert steps == wanted, "also in small steps"
 
 
 def test_nobody_continues_where_a_state_is_missing() -> None:
     group = several(FULL, WINDOW, STATE)
-    assert group.tail_slots(1, request(41), 0, 10, None, 5) == [8, 9]
+    assert group.suffix_slots(1, request(41), 0, 10, None, 5) == [8, 9]
 
 
 def test_a_window_is_saved_while_it_is_there() -> None:
     """Before token 12 the engine has computed 8, and keeps the five before those."""
     group = several(FULL, WINDOW)
     tables = [TABLES[0], [11, 12, 13], TABLES[2]]
-    assert group.tail_blocks(1, tables, [0, 1, 2], 8) == {0: [11], 1: [12], 2: [13]}
-    assert group.tail_blocks(1, tables, [0, 1, 2], 9) == {1: [12], 2: [13]}
-    assert group.tail_blocks(1, [TABLES[0], [0, 12], TABLES[2]], [0, 1, 2], 0) == {1: [12]}
+    assert group.suffix_blocks(1, tables, [0, 1, 2], 8) == {0: [11], 1: [12], 2: [13]}
+    assert group.suffix_blocks(1, tables, [0, 1, 2], 9) == {1: [12], 2: [13]}
+    assert group.suffix_blocks(1, [TABLES[0], [0, 12], TABLES[2]], [0, 1, 2], 0) == {1: [12]}
 
 
 def test_a_state_is_saved_where_all_of_its_groups_have_one() -> None:
     group = several(FULL, STATE)
     offers = [(3, 31, 4), (4, 41, 4), (3, 32, 8), (3, 33, 10), (4, 43, 10), (1, 99, 8)]
     assert group.state_slots(offers) == [(1, 0, [31, 41])]
-    assert group.tail_slots(1, request(41), 0, 10, None) == []
+    assert group.suffix_slots(1, request(41), 0, 10, None) == []
 
 
-def test_without_full_attention_a_tail_is_the_first_group() -> None:
+def test_without_full_attention_a_suffix_is_the_first_group() -> None:
     group = several(WINDOW)
-    assert (group.has_full, group.tails, group.align) == (False, (0,), 4)
+    assert (group.has_full, group.suffixes, group.align) == (False, (0,), 4)
     jobs = group.cut_loads("r", Found(b"id", packed(2), 3), [[], TABLES[1]], 0, 6)
     assert [(slots(job.refs), job.blocks) for job in jobs] == [([0, 1], [12, 13])]
 
@@ -199,7 +200,8 @@ def test_tables_of_all_groups_are_followed() -> None:
 
 
 def test_what_was_found_for_another_beginning_is_looked_up_again() -> None:
-    """Of the tails of the first two blocks, none was asked for: the engine had them then, and has one of them now."""
+    """Of the suffix groups of the first two blocks, none was asked for: the engine had them then, and has one of them
+    now."""
     lookups = Lookups(several(FULL, WINDOW), 1, "off", Counters(), None)  # type: ignore[arg-type]
     state = RequestState(request(20))
     state.lookup = LookupResult(SimpleNamespace(id=1), 4, 4, 0.0, had=2)  # type: ignore[arg-type]

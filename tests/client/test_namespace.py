@@ -24,7 +24,7 @@ from kvcache_client.engines.vllm.identity import (
     with_stages,
 )
 from kvcache_proto.errors import ConfigError
-from kvcache_proto.types import TAIL, GroupSpec, NamespaceSpec
+from kvcache_proto.types import SUFFIX, GroupSpec, NamespaceSpec
 
 HERE = RuntimeFacts("0.32.0", "cpu cpu", 32, "vllm-none-hash")
 
@@ -351,10 +351,12 @@ def test_shards_of_stages_have_the_sizes_of_their_ranks() -> None:
     staged = with_stages(spec, split, [[first] * 2, [second] * 2])
     assert [group.shards for group in staged.groups] == [(8192, 4096)]
     assert staged.identity["stages"] == "2 + 1 layers"
-    followed = NamespaceSpec("m", [GroupSpec(16, 64, followed=True), GroupSpec(16, 64, TAIL, 1)], spec.identity)
+    drafted = NamespaceSpec(
+        "m", [GroupSpec(16, 64, needs_next_block=True), GroupSpec(16, 64, SUFFIX, 1)], spec.identity
+    )
     sizes = [Share(1, "a layer", (size, size), ()) for size in (64, 128)]
-    one, two = with_stages(followed, split, [[each] * 2 for each in sizes]).groups
-    assert (one, two) == (GroupSpec(16, (64, 128), followed=True), GroupSpec(16, (64, 128), TAIL, 1))
+    one, two = with_stages(drafted, split, [[each] * 2 for each in sizes]).groups
+    assert (one, two) == (GroupSpec(16, (64, 128), needs_next_block=True), GroupSpec(16, (64, 128), SUFFIX, 1))
     others = [spec, with_stages(spec, split, [[second] * 2, [first] * 2]), spec_of(vllm_config())]
     assert staged.id not in {other.id for other in others}
     with pytest.raises(ConfigError, match="a pipeline stage has no layer"):

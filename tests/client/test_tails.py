@@ -1,4 +1,4 @@
-"""Lookups and reservations in a namespace with tails: what a session makes of the daemon's answers."""
+"""Lookups and reservations in a namespace with suffix groups: what a session makes of the daemon's answers."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import pytest
 from kvcache_client import GroupSpec, NamespaceSpec
 from kvcache_client.session.namespace import Namespace
 from kvcache_proto.messages import Acquired, Release, Reserve, Reserved, Run, Settle
-from kvcache_proto.types import TAIL, BlockRef, Refusal, unpack_refs
+from kvcache_proto.types import SUFFIX, BlockRef, Refusal, unpack_refs
 
-WINDOW = GroupSpec(16, 8192, TAIL, 3)
-STATE = GroupSpec(16, 512, TAIL, 1)
-CHUNKS = GroupSpec(16, 1024, TAIL, 4, 4)
+WINDOW = GroupSpec(16, 8192, SUFFIX, 3)
+STATE = GroupSpec(16, 512, SUFFIX, 1)
+CHUNKS = GroupSpec(16, 1024, SUFFIX, 4, 4)
 FULL = GroupSpec(16, 4096)
 BYTES = 1 << 20
 

@@ -18,7 +18,7 @@ from kvcache_client.engines.vllm.groups import (
 )
 from kvcache_client.scheduler.views import Group, Table
 from kvcache_proto.errors import ConfigError
-from kvcache_proto.types import FULL, TAIL, GroupSpec
+from kvcache_proto.types import FULL, SUFFIX, GroupSpec
 
 PAGE = 4096
 
@@ -79,33 +79,33 @@ def test_groups_of_one_kind_are_one() -> None:
     window = SlidingWindowSpec(sliding_window=1024)
     gemma = config((window, 5), (FullAttentionSpec(), 5), (window, 3))
     assert not is_plain(gemma) and not unsupported_groups(VLLM, gemma)
-    full, tail = merged_groups(gemma, 128)
+    full, suffix = merged_groups(gemma, 128)
     assert full.group == Group((Table(1, 16, 8),))
-    assert tail.group == Group((Table(0, 16, 8), Table(2, 16, 8)), reach=8, kept=1023)
-    assert [member.layers[0] for member in tail.members] == ["0.0", "2.0"]
+    assert suffix.group == Group((Table(0, 16, 8), Table(2, 16, 8)), window_blocks=8, kept=1023)
+    assert [member.layers[0] for member in suffix.members] == ["0.0", "2.0"]
     assert group_spec(full, 128, 1) == GroupSpec(128, 5 * PAGE * 8, FULL)
-    assert group_spec(tail, 128, 2) == GroupSpec(128, (8 * PAGE * 8,) * 2, TAIL, 8)
-    assert group_spec(full, 128, 1, followed=True) == GroupSpec(128, 5 * PAGE * 8, FULL, followed=True)
-    assert not group_spec(tail, 128, 2, followed=True).followed
+    assert group_spec(suffix, 128, 2) == GroupSpec(128, (8 * PAGE * 8,) * 2, SUFFIX, 8)
+    assert group_spec(full, 128, 1, needs_next_block=True) == GroupSpec(128, 5 * PAGE * 8, FULL, needs_next_block=True)
+    assert not group_spec(suffix, 128, 2, needs_next_block=True).needs_next_block
 
 
 @pytest.mark.parametrize(
-    ("window", "reach", "blocks"), [(1, 1, 1), (17, 1, 1), (18, 1, 2), (128, 1, 8), (129, 1, 8), (130, 2, 8)]
+    ("window", "window_blocks", "blocks"), [(1, 1, 1), (17, 1, 1), (18, 1, 2), (128, 1, 8), (129, 1, 8), (130, 2, 8)]
 )
-def test_of_a_window_smaller_than_a_slot_only_the_end_is_kept(window: int, reach: int, blocks: int) -> None:
-    _, tail = merged_groups(config((FullAttentionSpec(), 1), (SlidingWindowSpec(sliding_window=window), 1)), 128)
+def test_of_a_window_smaller_than_a_slot_only_the_end_is_kept(window: int, window_blocks: int, blocks: int) -> None:
+    _, suffix = merged_groups(config((FullAttentionSpec(), 1), (SlidingWindowSpec(sliding_window=window), 1)), 128)
     expected = blocks if window > 1 else 8
-    assert (tail.group.reach, tail.group.tables) == (reach, (Table(1, 16, expected),))
+    assert (suffix.group.window_blocks, suffix.group.tables) == (window_blocks, (Table(1, 16, expected),))
 
 
-def test_windows_of_two_sizes_are_two_tails() -> None:
+def test_windows_of_two_sizes_are_two_suffixes() -> None:
     windows = [(SlidingWindowSpec(sliding_window=size), 1) for size in (512, 1024, 512)]
     assert [len(each.members) for each in merged_groups(config(*windows), 128)] == [2, 1]
 
 
 def test_tokens_that_are_retained_are_needed_too() -> None:
-    (tail,) = merged_groups(config((SlidingWindowSpec(sliding_window=129, extra_retained_tokens=2), 1)), 128)
-    assert (tail.group.reach, tail.group.kept) == (2, 130)
+    (suffix,) = merged_groups(config((SlidingWindowSpec(sliding_window=129, extra_retained_tokens=2), 1)), 128)
+    assert (suffix.group.window_blocks, suffix.group.kept) == (2, 130)
 
 
 def test_a_state_is_one_block_whatever_the_slot_s_tokens() -> None:
@@ -114,14 +114,14 @@ def test_a_state_is_one_block_whatever_the_slot_s_tokens() -> None:
     assert not unsupported_groups(VLLM, granite)
     full, state = merged_groups(granite, 1056)
     assert full.group == Group((Table(1, 528, 2),))
-    assert state.group == Group((Table(0, 528, 1),), reach=1, is_state=True)
+    assert state.group == Group((Table(0, 528, 1),), window_blocks=1, is_state=True)
     assert group_spec(state, 1056, 1).block_bytes == 9 * (32 * 2 + 16 * 4)
 
 
 def test_chunks_are_whole_slots() -> None:
     chunks = config((FullAttentionSpec(), 1), (ChunkedLocalAttentionSpec(attention_chunk_size=8192), 3))
-    _, tail = merged_groups(chunks, 128)
-    assert (tail.group.reach, tail.group.period, tail.group.chunk) == (64, 64, 8192)
+    _, suffix = merged_groups(chunks, 128)
+    assert (suffix.group.window_blocks, suffix.group.chunk_blocks, suffix.group.chunk) == (64, 64, 8192)
     with pytest.raises(ConfigError, match="chunks of 8192 tokens"):
         merged_groups(chunks, 3 * 128)
 

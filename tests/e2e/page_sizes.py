@@ -122,7 +122,7 @@ def figures(config: Any, model: Any, case: dict[str, Any]) -> dict[str, Any]:
 def slot_of(merged: Merged, tokens: int) -> tuple[int, int]:
     """Return what a rank saves of a group in a cached block, and how many of these a prompt needs."""
     spec = group_spec(merged, tokens, 1)
-    return spec.block_bytes, spec.reach
+    return spec.block_bytes, spec.window_blocks
 
 
 def kind(spec: Any) -> str:

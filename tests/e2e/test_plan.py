@@ -145,7 +145,7 @@ def test_what_is_cached_is_what_the_connector_would_cache(case: Case, truth: dic
     model, item = read_model(plain(case.model), case.model), KV_ITEMS["fp8" if case.kv == "fp8" else "bf16"]
     assert shards(model, case.tp) == found["shards"]
     _, saved = slots(model, mine, case.tp, item, BLOCK)
-    assert sorted((slot.bytes, slot.reach) for slot in saved) == sorted(map(tuple, found["slots"]))
+    assert sorted((slot.bytes, slot.window_blocks) for slot in saved) == sorted(map(tuple, found["slots"]))
     has_mla = any(isinstance(layer, Latent) for layer in model.layers)  # which CPU_MLA cannot continue, and AMX_MLA can
     assert bool(found["declined"]) == (has_mla and not case.amx), found["declined"]
 

@@ -23,7 +23,7 @@ from kvcache_proto.errors import (
 )
 from kvcache_proto.types import (
     MAX_HASHES,
-    TAIL,
+    SUFFIX,
     BlockRef,
     Finding,
     GroupSpec,
@@ -37,7 +37,7 @@ TOKEN = bytes(range(16))
 REGION = b"\xaa" * 16
 LLAMA = NamespaceSpec("llama", (GroupSpec(16, 65536),), {"dtype": "bfloat16"}, 8)
 TWO_SHARDS = NamespaceSpec("m", (GroupSpec(32, (256, 512)),))
-HYBRID = NamespaceSpec("h", (GroupSpec(32, 256, followed=True), GroupSpec(32, 512, TAIL, 4, 8)))
+HYBRID = NamespaceSpec("h", (GroupSpec(32, 256, needs_next_block=True), GroupSpec(32, 512, SUFFIX, 4, 8)))
 GEOMETRY = PoolGeometry(REGION, 10 << 20, 4096, 2048, 2 << 20)
 
 T = "c410 000102030405060708090a0b0c0d0e0f"
@@ -71,7 +71,7 @@ REQUESTS = [
     (
         messages.Attach(2, TOKEN, HYBRID),
         f"96 a6617474616368 02 {T} 94 a168 92 96 20 cd0100 a466756c6c 00 00 c3"
-        "96 20 cd0200 a47461696c 04 08 c2 80 20 90 00",
+        "96 20 cd0200 a6737566666978 04 08 c2 80 20 90 00",
     ),
     (messages.Acquire(3, TOKEN, 1, [H1, H2]), f"9c a761637175697265 03 {T} 01 92 {H1x} {H2x} 00 c3 c2 a0 00 c2 00"),
     (
@@ -325,17 +325,17 @@ BAD_SPECS = [
     (["m", [[16, [64] * 65, "full"]], {}, 32], "65 shards"),
     (["m", [[16, [64, 0], "full"]], {}, 32], "shard_bytes 0"),
     (["m", [[16, 64, "window"]], {}, 32], "kind 'window'"),
-    (["m", [[16, 64, "tail"]], {}, 32], "reach 0"),
-    (["m", [[16, 64, "tail", 8193]], {}, 32], "reach 8193"),
-    (["m", [[16, 64, "full", 1]], {}, 32], "reach 1"),
-    (["m", [[16, 64, "tail", 1, -1]], {}, 32], "period -1"),
-    (["m", [[16, 64, "full", 0, 1]], {}, 32], "period 1"),
-    (["m", [[16, 64, "tail", 1, 0, True]], {}, 32], "'tail' is not followed"),
-    (["m", [[16, 64, "full", 0, 0, True]], {}, 32], "followed only beside"),
-    (["m", [[16, 64, "tail", 8000], [16, 64, "tail", 193]], {}, 32], "8193 blocks"),
-    (["m", [[16, 64, "full"], [32, 64, "tail", 1]], {}, 32], "same block_tokens"),
-    (["m", [[16, 64, "tail", 1], [16, 64, "full"]], {}, 32], "the first"),
-    (["m", [[16, 64, "full"], [16, 64, "full"], [16, 64, "tail", 1]], {}, 32], "the first"),
+    (["m", [[16, 64, "suffix"]], {}, 32], "window_blocks 0"),
+    (["m", [[16, 64, "suffix", 8193]], {}, 32], "window_blocks 8193"),
+    (["m", [[16, 64, "full", 1]], {}, 32], "window_blocks 1"),
+    (["m", [[16, 64, "suffix", 1, -1]], {}, 32], "chunk_blocks -1"),
+    (["m", [[16, 64, "full", 0, 1]], {}, 32], "chunk_blocks 1"),
+    (["m", [[16, 64, "suffix", 1, 0, True]], {}, 32], "'suffix' has no needs_next_block"),
+    (["m", [[16, 64, "full", 0, 0, True]], {}, 32], "needs_next_block only beside"),
+    (["m", [[16, 64, "suffix", 8000], [16, 64, "suffix", 193]], {}, 32], "8193 blocks"),
+    (["m", [[16, 64, "full"], [32, 64, "suffix", 1]], {}, 32], "same block_tokens"),
+    (["m", [[16, 64, "suffix", 1], [16, 64, "full"]], {}, 32], "the first"),
+    (["m", [[16, 64, "full"], [16, 64, "full"], [16, 64, "suffix", 1]], {}, 32], "the first"),
     (["m", [[16, 64, "full"], [16, [64, 64], "full"]], {}, 32], "same number of shards"),
     (["m", [[16, 64, "full"]], {}, 7], "hash_bytes 7"),
     (["m", [[16, 64, "full"]], {}, 33], "hash_bytes 33"),
@@ -364,7 +364,7 @@ def test_the_id_of_a_namespace_depends_on_identity_not_on_geometry() -> None:
     [
         (NamespaceSpec("m", (GroupSpec(16, 64),), hash_bytes=16), "hashes of 16 bytes; registered with 32"),
         (NamespaceSpec("m", (GroupSpec(16, 64), GroupSpec(16, 64))), "2 groups; registered with 1"),
-        (NamespaceSpec("m", (GroupSpec(16, 64, TAIL, 1),)), "group 0: kind tail; registered with full"),
+        (NamespaceSpec("m", (GroupSpec(16, 64, SUFFIX, 1),)), "group 0: kind suffix; registered with full"),
         (NamespaceSpec("m", (GroupSpec(32, 64),)), "group 0: block_tokens 32; registered with 16"),
         (NamespaceSpec("m", (GroupSpec(16, (32, 32)),)), r"group 0: shards \(32, 32\); registered with \(64,\)"),
     ],

@@ -25,12 +25,12 @@ class Engine:
         name: str,
         block_bytes: int = 64 * KIB,
         model: str = "m",
-        tails: tuple[GroupSpec, ...] = (),
+        suffixes: tuple[GroupSpec, ...] = (),
     ) -> None:
         self.cache = cache
         self.now = 0.0
         self.session = cache.open_session(name, "", 0.0)
-        spec = NamespaceSpec(model, (GroupSpec(16, block_bytes), *tails), hash_bytes=16)
+        spec = NamespaceSpec(model, (GroupSpec(16, block_bytes), *suffixes), hash_bytes=16)
         self.namespace = self.ask(m.Attach(1, b"", spec, (0,))).namespace
 
     def ask(self, request):

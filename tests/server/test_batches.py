@@ -25,7 +25,7 @@ def present(stream: Batches) -> dict[bytes, Known]:
     """What lookups find, by topic."""
     return {
         f"kv@{namespace.id}".encode(): {
-            (group.number, as_int(name)) for group in namespace.groups for name in group.visible if not group.is_tail
+            (group.number, as_int(name)) for group in namespace.groups for name in group.visible if not group.is_suffix
         }
         for namespace in stream._cache.namespaces.values()
     }

@@ -17,7 +17,7 @@ from kvcache_proto.types import (
     MAX_BLOCKS,
     MAX_HASHES,
     REF_BYTES,
-    TAIL,
+    SUFFIX,
     Finding,
     GroupSpec,
     NamespaceSpec,
@@ -353,12 +353,12 @@ def test_blocks_of_many_engines_that_are_gone_make_room_for_blocks_of_two_sizes(
         engine = Engine(cache, f"gone{number}", model=f"m{number}")
         engine.store([f"{number}"])
         cache.end_session(engine.session, 0.0)
-    tail = GroupSpec(16, 128 * KIB, TAIL, 1)
-    new = Engine(cache, "new", 32 * KIB, tails=(tail,))
+    suffix = GroupSpec(16, 128 * KIB, SUFFIX, 1)
+    new = Engine(cache, "new", 32 * KIB, suffixes=(suffix,))
     prompts = [hashes([f"new{number}"]) for number in range(20)]
     runs = [m.Run(prompt, None, group) for prompt in prompts for group in (0, 1)]
     answers = new.ask(m.Reserve(1, b"", new.namespace, runs)).answers
-    assert {Refusal(each) for each in answers} == {Refusal.GRANTED}, "tails, too"
+    assert {Refusal(each) for each in answers} == {Refusal.GRANTED}, "suffix groups, too"
     check_integrity(cache)
 
 
@@ -368,7 +368,7 @@ def test_blocks_of_engines_at_their_floors_make_room_for_a_second_size():
     live = [Engine(cache, f"live{number}", model=f"m{number}") for number in range(16)]
     for number, engine in enumerate(live):
         engine.store([f"{number}"])
-    new = Engine(cache, "new", 256 * KIB, tails=(GroupSpec(16, 128 * KIB, TAIL, 1),))
+    new = Engine(cache, "new", 256 * KIB, suffixes=(GroupSpec(16, 128 * KIB, SUFFIX, 1),))
     fill = [m.Run(hashes([f"full{number}"])) for number in range(11)]
     new.settle(new.ask(m.Reserve(1, b"", new.namespace, fill)))
     assert not cache.pool.free.pages

@@ -132,7 +132,7 @@ def test_both_cache_types_of_a_plan() -> None:
 
 def test_windows_are_saved_where_prompts_may_continue() -> None:
     found = plan("gpt-oss-20b", length=65536, ram=64 * GIB)
-    (window,) = found["kv"]["tails"]
+    (window,) = found["kv"]["suffixes"]
     block = 128 * 12 * 8 * 128 * 2  # tokens x layers x heads x (64 + 64) x 2 bytes
     assert (window["kind"], window["layers"], window["window"], window["bytes"]) == ("sliding", 12, 128, block)
     assert found["kv"]["block_bytes"] == block, "the other half of the layers"
@@ -144,7 +144,7 @@ def test_windows_are_saved_where_prompts_may_continue() -> None:
 
 
 def test_windows_that_overlap_count_once() -> None:
-    (window,) = plan("mistral-7b-v0.1", length=32768)["kv"]["tails"]
+    (window,) = plan("mistral-7b-v0.1", length=32768)["kv"]["suffixes"]
     assert window["bytes"] == 32 * 128 * 32 * 8 * 256 * 2
     assert window["conversation_bytes"] == 8 * window["bytes"], "all of 32,768 tokens, which is eight windows"
 
@@ -152,7 +152,7 @@ def test_windows_that_overlap_count_once() -> None:
 @pytest.mark.parametrize(("name", "layers"), [("jamba-v0.1", 28), ("qwen3-next-80b", 36)])
 def test_a_state_is_saved_at_the_end_of_a_prompt(name: str, layers: int) -> None:
     found = plan(name)
-    (state,) = found["kv"]["tails"]
+    (state,) = found["kv"]["suffixes"]
     assert (state["kind"], state["layers"], state["bytes"]) == ("state", layers, state["conversation_bytes"])
     assert found["kv"]["block_tokens"] == found["engine"]["block_size"]
     assert "--mamba-cache-mode align" in found["paste"]["engine"]

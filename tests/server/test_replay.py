@@ -17,7 +17,7 @@ import pytest
 from insights import figures
 
 from kvcache_proto.errors import ConfigError
-from kvcache_proto.types import TAIL, GroupSpec
+from kvcache_proto.types import SUFFIX, GroupSpec
 from kvcache_server.cli import commands
 from kvcache_server.core.integrity import check_integrity
 from kvcache_tools.plan.room import room
@@ -164,8 +164,8 @@ def test_a_step_may_save_more_than_one_reservation_can_hold() -> None:
 @pytest.mark.parametrize(("divergences", "hits"), [(False, [0, 0, 0, 39]), (True, [0, 0, 20, 39])])
 def test_simulated_engines_save_windows_where_prompts_part(divergences: bool, hits: list[int]) -> None:
     """Those of the second prompt that begins alike, although its whole first step is cached."""
-    window = GroupSpec(512, MIB, TAIL, 2)
-    shadow = SimulatedDaemon(room(512 * MIB, MIB), 512, 1, tails=[window], divergences=divergences)
+    window = GroupSpec(512, MIB, SUFFIX, 2)
+    shadow = SimulatedDaemon(room(512 * MIB, MIB), 512, 1, suffixes=[window], divergences=divergences)
     prompts = [[block_hash(at if at < 20 else f"{name} {at}") for at in range(39)] for name in "abcb"]
     assert [shadow.ask(0, prompt, 0.0, time.perf_counter)[0] for prompt in prompts] == hits
 

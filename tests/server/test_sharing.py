@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from kvcache_proto import messages as m
-from kvcache_proto.types import TAIL, GroupSpec, NamespaceSpec
+from kvcache_proto.types import SUFFIX, GroupSpec, NamespaceSpec
 from kvcache_server.admin_client import AdminClient
 from kvcache_server.commands import sharing
 
@@ -82,7 +82,7 @@ def test_status_names_a_few_pairs(daemon: Any, engines: ExitStack) -> None:
         (spec(tokens=32, kv_dtype="fp8"), "groups[0].block_tokens: 16 != 32 (also in: kv_dtype)"),
         (spec(size=2048, kv_dtype="fp8"), "groups[0].shard_bytes: [4096] != [2048] (also in: kv_dtype)"),
         (
-            NamespaceSpec("llama", (GroupSpec(16, 4096), GroupSpec(16, 64, TAIL, 2)), IDENTITY | {"draft": "mtp"}),
+            NamespaceSpec("llama", (GroupSpec(16, 4096), GroupSpec(16, 64, SUFFIX, 2)), IDENTITY | {"draft": "mtp"}),
             "groups: 1 != 2 (also in: draft)",
         ),
         (

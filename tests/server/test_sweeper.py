@@ -24,7 +24,7 @@ from kvcache_proto.types import (
     MAX_BLOCKS,
     MAX_HASHES,
     REF_BYTES,
-    TAIL,
+    SUFFIX,
     Finding,
     GroupSpec,
     NamespaceSpec,
@@ -682,8 +682,8 @@ def test_nothing_below_a_distrusted_block_is_found_through_a_new_one(tiny: None,
 
 @pytest.mark.parametrize("slices", [0, 2, 5, 8])
 @pytest.mark.parametrize("names", ["abcd", "abc"])
-def test_no_tail_of_a_distrusted_block_is_found_through_a_new_one(tiny: None, slices: int, names: str) -> None:
-    """The full group has the block again; the tails hang on the one that was invalidated."""
+def test_no_suffix_of_a_distrusted_block_is_found_through_a_new_one(tiny: None, slices: int, names: str) -> None:
+    """The full group has the block again; the suffix groups hang on the one that was invalidated."""
     cache = make_cache()
     engine = Hybrid(cache, "one")
     engine.store_all("abcd", "abc")
@@ -698,7 +698,7 @@ def test_no_tail_of_a_distrusted_block_is_found_through_a_new_one(tiny: None, sl
     assert answers(full) == [Refusal.GRANTED] * len(names), "taken for present"
     engine.settle(full)
     check_integrity(cache)
-    assert engine.look("abcd").hits == engine.look("abc").hits == 0, "with the tails of the old blocks"
+    assert engine.look("abcd").hits == engine.look("abc").hits == 0, "with the suffix groups of the old blocks"
     engine.store_all(names)
     while True:
         check_integrity(cache)
@@ -725,7 +725,7 @@ def test_a_namespace_may_be_forgotten_before_the_sweeper_comes_to_its_distrusted
     assert not cache.invalidation.under_way
 
 
-def test_no_tail_of_a_distrusted_block_is_retained(tiny: None) -> None:
+def test_no_suffix_of_a_distrusted_block_is_retained(tiny: None) -> None:
     cache = make_cache(retain_quota=0.5)
     engine = Hybrid(cache, "one")
     engine.store_all("abcd")
@@ -736,11 +736,11 @@ def test_no_tail_of_a_distrusted_block_is_retained(tiny: None) -> None:
     assert engine.ask(m.Retain(1, b"", engine.namespace, engine.names("abcd"), 60.0)).blocks == 0
 
 
-def test_a_namespace_of_tails_alone_finds_its_other_blocks_while_one_is_swept(tiny: None) -> None:
+def test_a_namespace_of_suffixes_alone_finds_its_other_blocks_while_one_is_swept(tiny: None) -> None:
     """Their blocks do not hang on each other."""
     cache = make_cache()
     engine = Engine(cache, "one")
-    spec = NamespaceSpec("tails", (GroupSpec(16, 64 * KIB, TAIL, 2),), hash_bytes=16)
+    spec = NamespaceSpec("suffixes", (GroupSpec(16, 64 * KIB, SUFFIX, 2),), hash_bytes=16)
     engine.namespace = engine.ask(m.Attach(1, b"", spec, (0,))).namespace
     for name in "ab":
         assert engine.store(chain(name, 2)) == [Refusal.GRANTED] * 2
@@ -938,25 +938,27 @@ def test_an_audit_runs_in_slices_while_the_cache_changes() -> None:
 # All of it at once.
 
 
-TAILS = GroupSpec(16, 64 * KIB, TAIL, 2), GroupSpec(16, 250 * KIB, TAIL, 1)
+SUFFIXES = GroupSpec(16, 64 * KIB, SUFFIX, 2), GroupSpec(16, 250 * KIB, SUFFIX, 1)
 
 
 class Hybrid(Engine):
-    """One with tails. A prompt is a word: each letter is a block."""
+    """One with suffix groups. A prompt is a word: each letter is a block."""
 
     def __init__(self, cache: Cache, name: str) -> None:
-        super().__init__(cache, name, model="hybrid", tails=TAILS)
+        super().__init__(cache, name, model="hybrid", suffixes=SUFFIXES)
 
     @staticmethod
     def names(path: str) -> list[bytes]:
         return hashes([path[:end] for end in range(1, len(path) + 1)])
 
     def store_all(self, *paths: str) -> None:
-        """Store prompts, with what tails need after each."""
+        """Store prompts, with what suffix groups need after each."""
         for path in paths:
             names = self.names(path)
-            tails = [m.Run(names[-tail.reach :], None, number) for number, tail in enumerate(TAILS, 1)]
-            reserved = self.ask(m.Reserve(1, b"", self.namespace, [m.Run(names), *tails]))
+            suffixes = [
+                m.Run(names[-suffix.window_blocks :], None, number) for number, suffix in enumerate(SUFFIXES, 1)
+            ]
+            reserved = self.ask(m.Reserve(1, b"", self.namespace, [m.Run(names), *suffixes]))
             if reserved.reservation:
                 assert set(self.settle(reserved)) == {Verdict.VISIBLE}
 
@@ -969,8 +971,8 @@ WORDS = "aaaaaa", "aaabab", "abbbbb", "bababa"
 
 
 class Story:
-    """Engines of two block sizes, and some with tails, and an operator, whose requests come in any order, and whose
-    connections fail, while the sweeper is behind.
+    """Engines of two block sizes, and some with suffix groups, and an operator, whose requests come in any order, and
+    whose connections fail, while the sweeper is behind.
 
     `invalid` are the references to all blocks that no lookup may find any more: those that were there at a clear, and
     those that were invalidated or below one that was. What hangs on them is as invalid as they are.
@@ -1007,7 +1009,7 @@ class Story:
     def start(self, name: str) -> None:
         kind = {"four": "large", "window": "hybrid", "state": "hybrid"}.get(name, "m")
         size = 640 * KIB if kind == "large" else 128 * KIB
-        self.engines[name] = Engine(self.cache, name, size, kind, TAILS if kind == "hybrid" else ())
+        self.engines[name] = Engine(self.cache, name, size, kind, SUFFIXES if kind == "hybrid" else ())
         self.specs[name] = self.cache.namespaces[self.engines[name].namespace].spec
         self.open[name], self.leases[name] = [], {}
         self.away.pop(name, None)
@@ -1030,7 +1032,7 @@ class Story:
         at = self.cache.namespaces[engine.namespace].groups[0].root
         for count, name in enumerate(names):
             below = [each for each in at.children() if each.visible and each.hash == name]
-            valid = [each for each in below if not each.account.group.is_tail and not self.tainted(each)]
+            valid = [each for each in below if not each.account.group.is_suffix and not self.tainted(each)]
             assert len(valid) < 2, "stored twice"
             if not valid:
                 return count
@@ -1143,7 +1145,7 @@ class Story:
         if self.draw.random() < 0.3:
             runs.append(m.Run(hashes(self.names())))
         for number in range(1, len(self.groups(engine))):
-            runs.append(m.Run(hashes(names)[-TAILS[number - 1].reach :], None, number))
+            runs.append(m.Run(hashes(names)[-SUFFIXES[number - 1].window_blocks :], None, number))
         cached = self.prefix(engine, hashes(names))
         reply = engine.ask(m.Reserve(1, b"", engine.namespace, runs))
         if not cut:

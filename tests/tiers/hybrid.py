@@ -10,12 +10,12 @@ from scattered import write
 from tiered import wait_for
 
 from kvcache_client import GroupSpec, NamespaceSpec, Session
-from kvcache_proto.types import FULL, TAIL
+from kvcache_proto.types import FULL, SUFFIX
 
-WINDOW, STATE = GroupSpec(16, (8192, 4096), TAIL, 3), GroupSpec(16, (16384, 512), TAIL, 1)
+WINDOW, STATE = GroupSpec(16, (8192, 4096), SUFFIX, 3), GroupSpec(16, (16384, 512), SUFFIX, 1)
 MODELS = {
     "both": (GroupSpec(16, (32768, 8192)), WINDOW, STATE),
-    "followed": (GroupSpec(16, (32768, 8192), followed=True), WINDOW),
+    "followed": (GroupSpec(16, (32768, 8192), needs_next_block=True), WINDOW),
     "windows alone": (WINDOW,),
     "states alone": (STATE,),
 }
@@ -34,7 +34,8 @@ class HybridEngine:
         self.groups = groups
 
     def save(self, names: list[bytes], end: int | None = None) -> int:
-        """Save the blocks of a prompt, and what the tails need after `end` of them; return how many were stored."""
+        """Save the blocks of a prompt, and what the suffix groups need after `end` of them; return how many were
+        stored."""
         end, stored = end or len(names), 0
         for number, group in enumerate(self.groups):
             wanted = names if group.kind == FULL else names[end - group.needed(end) : end]

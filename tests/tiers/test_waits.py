@@ -75,7 +75,7 @@ def test_windows_that_come_are_waited_for(
 ) -> None:
     engine = connect_hybrid(daemon, model)
     prompts = [hashes(number, 24) for number in range(3)]
-    end = 24 - MODELS[model][0].followed
+    end = 24 - MODELS[model][0].needs_next_block
     with a_tier(tmp_path, url, daemon.endpoint, "--writes", "through", env=patched(tmp_path, slow("get", least))):
         wait_open(daemon)
         wait_tier(daemon, "blocks_written", sum(engine.save(names, end) for names in prompts))

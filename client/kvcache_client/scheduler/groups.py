@@ -1,7 +1,7 @@
 """The rules by which an engine's blocks are matched, loaded and saved. Pure.
 
 Each cached block consists of `blocks_per_slot` engine blocks, and has one slot. An engine with several KV cache groups,
-or with one that is not full attention, has tails: see `HybridGroups`.
+or with one that is not full attention, has suffix groups: see `HybridGroups`.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ class Found(NamedTuple):
     """The slots that a lookup has returned and leased."""
 
     region: bytes  # id of the region that they are in
-    packed: bytes  # their references: those of the first group, then those of each tail
+    packed: bytes  # their references: those of the first group, then those of each suffix group
     hits: int  # how many cached blocks the lookup has found
-    had: int = 0  # for how many of these, from the first one on, it has returned no tails
+    had: int = 0  # for how many of these, from the first one on, it has returned no suffix groups
     sums: bytes = b""  # the slots' checksums, in the same order; b"" for none
 
     def part(self, begin: int, end: int) -> tuple[bytes, bytes]:
@@ -41,7 +41,7 @@ class FullAttention:
     """
 
     has_full = True  # whether blocks are useful only below all blocks before them
-    tails: tuple[int, ...] = ()  # the other groups, by number
+    suffixes: tuple[int, ...] = ()  # the other groups, by number
 
     def __init__(self, block_tokens: int, blocks_per_slot: int, volatile: int = 0, prompt_only: bool = False) -> None:
         """Of each lookup's blocks, the last `volatile` ones are computed anyway: a drafter's KV in them depends on the
@@ -84,7 +84,8 @@ class FullAttention:
         return self.keys(request.hashes)[saved:full] if full > saved else ()
 
     def references(self, keys: Sequence[bytes], hits: int, had: int) -> Sequence[bytes]:
-        """Return the hash of each slot that a lookup of `keys` returns; the engine has the tails of the first `had`."""
+        """Return the hash of each slot that a lookup of `keys` returns; the engine has the suffix groups of the first
+        `had`."""
         return keys[:hits]
 
     def columns(self, number: int) -> int:
@@ -108,7 +109,8 @@ class FullAttention:
 
 
 class HybridGroups(FullAttention):
-    """A full group, if there is one, and tails: an engine continues a prefix with only the last blocks of each tail.
+    """A full group, if there is one, and suffix groups: an engine continues a prefix with only the last blocks of each
+    suffix group.
 
     All have slots of the same tokens, with the same hashes. Where `FullAttention` says blocks of the engine, the blocks
     of its hashes are meant here.
@@ -123,8 +125,8 @@ class HybridGroups(FullAttention):
         checkpoint_tokens: int | None = 0,
         volatile: int = 0,
     ) -> None:
-        """`checkpoint_tokens` is the distance of the boundaries in a prompt whose tails are saved; 0: only at its
-        divergence and its end; None: the best distance for these groups.
+        """`checkpoint_tokens` is the distance of the boundaries in a prompt whose suffix groups are saved; 0: only at
+        its divergence and its end; None: the best distance for these groups.
 
         Generated tokens are saved as they come: the engine does not keep a window until it is known where a request
         ends.
@@ -137,11 +139,12 @@ class HybridGroups(FullAttention):
         if checkpoint_tokens is None:
             checkpoint_tokens = CHECKPOINT_TOKENS if self.has_full else CHECKPOINT_TOKENS_ALONE
         self._checkpoint = checkpoint_tokens // slot_tokens
-        self.tails = tuple(range(int(self.has_full), len(groups)))
+        self.suffixes = tuple(range(int(self.has_full), len(groups)))
 
     def usable(self, hits: int) -> int:
-        """As above. If there are tails, the daemon has left out volatile blocks: see `GroupSpec.followed`."""
-        return hits if self.tails else super().usable(hits)
+        """As above. If there are suffix groups, the daemon has left out volatile blocks: see
+        `GroupSpec.needs_next_block`."""
+        return hits if self.suffixes else super().usable(hits)
 
     def references(self, keys: Sequence[bytes], hits: int, had: int) -> Sequence[bytes]:
         return [key for count in self._counts(hits, had) for key in keys[hits - count : hits]]
@@ -152,10 +155,10 @@ class HybridGroups(FullAttention):
     def slot_blocks(self, tables: BlockTables, first: int, end: int) -> list[int]:
         return self._blocks(0, tables, range(first, end))
 
-    def tail_blocks(
+    def suffix_blocks(
         self, number: int, tables: BlockTables, slots: Sequence[int], computed: int
     ) -> dict[int, list[int]]:
-        """Return, by slot, the device blocks of those `slots` of a tail whose blocks the engine has all kept.
+        """Return, by slot, the device blocks of those `slots` of a suffix group whose blocks the engine has all kept.
 
         It had computed at most `computed` tokens when it last gave blocks away.
         """
@@ -166,10 +169,10 @@ class HybridGroups(FullAttention):
                 found[slot] = blocks
         return found
 
-    def tail_slots(
+    def suffix_slots(
         self, number: int, request: RequestView, first: int, end: int, limit: int | None, divergence: int = 0
     ) -> list[int]:
-        """Return the slots of a tail, from `first` to `end`, that are to be saved.
+        """Return the slots of a suffix group, from `first` to `end`, that are to be saved.
 
         These are the slots that are needed at the end of the prompt, also by a request that has to compute its last
         token or the volatile blocks; at the `limit` of saves; at the `divergence`, where the request leaves the cached
@@ -185,15 +188,16 @@ class HybridGroups(FullAttention):
             divergence = 0  # no request can continue there: the engine has no state of it
         boundaries = {divergence, last, *ends, *(end - self.volatile for end in ends)}
         if step:
-            reach = self._specs[number].reach
-            boundaries.update(range(-(-(first + 1) // step) * step, min(end + reach, prompt) + 1, step))
+            window_blocks = self._specs[number].window_blocks
+            boundaries.update(range(-(-(first + 1) // step) * step, min(end + window_blocks, prompt) + 1, step))
         wanted = set(range(max(first, prompt), end))
         for boundary in boundaries:
             wanted.update(range(max(first, boundary - needed(boundary)), min(boundary, end)))
         return sorted(wanted)
 
     def state_slots(self, offers: Sequence[tuple[int, int, int]]) -> list[tuple[int, int, list[int]]]:
-        """Return (tail, slot, device blocks) of states that are made: `offers` are (the engine's group, block, tokens).
+        """Return (suffix group, slot, device blocks) of states that are made: `offers` are (the engine's group, block,
+        tokens).
 
         A slot needs the states of all of the engine's groups that are in it.
         """
@@ -202,7 +206,7 @@ class HybridGroups(FullAttention):
         for table, block, tokens in offers:
             if tokens % self.slot_tokens == 0:
                 by_end.setdefault(tokens, {})[table] = block
-        for number in self.tails:
+        for number in self.suffixes:
             group = self._groups[number]
             for tokens, blocks in by_end.items() if group.is_state else ():
                 if all(table.number in blocks for table in group.tables):

@@ -152,26 +152,26 @@ class Loads:
             return False
         hashes = self._group.keys(state.request.hashes)[start // self._group.blocks_per_slot : hits]
         for request, load in (*self._running.items(), *self._landed.items()):
-            if self._group.tails and load.last not in hashes:
-                continue  # it loads the tails for another boundary
+            if self._group.suffixes and load.last not in hashes:
+                continue  # it loads the suffix groups for another boundary
             if hashes[0] in load.hashes and request != state.id:
                 brought = next((at for at, name in enumerate(hashes) if name not in load.hashes), len(hashes))
                 if 2 * brought >= len(hashes):
                     waits.follows_until = waits.follows_until or now + PATIENCE
-                    waits.followed, waits.followed_at = request, start
+                    waits.needs_next_block, waits.followed_at = request, start
                     return True
         return False
 
     def following(self, state: RequestState, start: int, now: float) -> bool:
         """Return True if `state`, which begins at device block `start` now, is to continue waiting."""
         waits = state.waits
-        if not waits.followed:
+        if not waits.needs_next_block:
             return False
         if (
             start == waits.followed_at  # else it has found blocks in the device's own cache
             and now < waits.follows_until
-            and (waits.followed in self._running or waits.followed in self._landed)
+            and (waits.needs_next_block in self._running or waits.needs_next_block in self._landed)
         ):
             return True
-        waits.followed = ""
+        waits.needs_next_block = ""
         return False

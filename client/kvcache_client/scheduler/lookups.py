@@ -53,7 +53,7 @@ class Lookups:
         lookup = state.lookup
         if lookup is None or (lookup.hits and not lookup.lease.id):  # its lease was given back
             return None
-        if self._group.tails and (lookup.hits > limit or lookup.had > start // self._group.blocks_per_slot):
+        if self._group.suffixes and (lookup.hits > limit or lookup.had > start // self._group.blocks_per_slot):
             return None
         return None if lookup.hits < min(limit, lookup.wanted) and now - lookup.at > MAX_AGE else lookup
 
@@ -65,7 +65,7 @@ class Lookups:
         request, waited, state.waits.put_off = state.request, state.waits.put_off, False
         self.forget(state)
         keys = self._group.keys(request.hashes)[: limit + self._group.volatile]
-        had = start // self._group.blocks_per_slot if self._group.tails else 0
+        had = start // self._group.blocks_per_slot if self._group.suffixes else 0
         try:
             lease = namespace.acquire(
                 keys,
@@ -89,8 +89,9 @@ class Lookups:
             if not state.tables[0]:  # else it was preempted, and leaves the chain that it has saved itself
                 state.progress.divergence = lease.divergence
             if self._events is not None and not lease.withheld:
-                # With tails, the blocks after the hits may be cached: they can be loaded from another boundary on.
-                self._events.looked_up(request, lease.hits, lease.hits if self._group.tails else len(keys))
+                # With suffix groups, the blocks after the hits may be cached: they can be loaded from another boundary
+                # on.
+                self._events.looked_up(request, lease.hits, lease.hits if self._group.suffixes else len(keys))
             if waited and self._group.usable(lease.hits) == len(keys) - self._group.volatile:
                 self._notes.note(state, "came", now)
         names = self._group.references(keys, lease.hits, had) if lease.sums else ()

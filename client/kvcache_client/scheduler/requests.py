@@ -21,7 +21,7 @@ class LookupResult:
     at: float  # when it was requested
     offered: int = 0  # the step in which this was last offered to the engine
     sums: bytes = b""  # checksums of the blocks that are to be verified
-    had: int = 0  # cached blocks whose tails were not requested
+    had: int = 0  # cached blocks whose suffix groups were not requested
     awaited: bytes = b""  # hash of the first cached block after the hits, if it is being written
 
 
@@ -46,7 +46,7 @@ class Waits:
     tier_until: float = 0.0  # no lookup before; a tier loads its blocks, or is looked up
     loads_to_end: int = 0  # no lookup before this many loads of the engine have ended: they hold its pin quota
     quota_until: float = 0.0  # until when it waits for these loads at most
-    followed: str = ""  # the request whose load brings the blocks that this one would load
+    needs_next_block: str = ""  # the request whose load brings the blocks that this one would load
     followed_at: int = 0  # device blocks that the engine had itself when this one began to follow that load
     follows_until: float = 0.0  # until when it follows loads, all of them together
 

@@ -34,7 +34,8 @@ _OPERATORS = {"quota"}  # refusals that an operator can remedy; "no_space" mostl
 class _Asked:
     """A run of blocks to be reserved; the first `whole` blocks still have the content to be saved.
 
-    In a `tail`, the blocks at `gone` no longer have it, and `first` has no meaning: its blocks need not be consecutive.
+    In a suffix group, the blocks at `gone` no longer have it, and `first` has no meaning: its blocks need not be
+    consecutive.
     """
 
     state: RequestState
@@ -42,7 +43,7 @@ class _Asked:
     run: Run
     blocks: list[int]
     whole: int
-    tail: bool = False
+    suffix: bool = False
     gone: set[int] = field(default_factory=set)
 
 
@@ -168,9 +169,9 @@ class Saves:
             self._ask_run(state, keys, first, full, blocks)
         progress.saved = full
         if isinstance(group, HybridGroups):
-            for number in group.tails:
-                wanted = group.tail_slots(number, request, first, full, progress.limit, progress.divergence)
-                self._ask_tail(state, keys, number, group.tail_blocks(number, state.tables, wanted, before))
+            for number in group.suffixes:
+                wanted = group.suffix_slots(number, request, first, full, progress.limit, progress.divergence)
+                self._ask_suffix(state, keys, number, group.suffix_blocks(number, state.tables, wanted, before))
 
     def ask_states(self, state: RequestState, offers: Sequence[tuple[int, int, int]]) -> None:
         """Note states that the running step makes: `offers` are (the engine's group, device block, tokens before it).
@@ -185,7 +186,7 @@ class Saves:
         if not self._paused(state):
             for number, slot, blocks in group.state_slots(offers):
                 if slot < slots:
-                    self._ask_tail(state, group.keys(request.hashes), number, {slot: blocks})
+                    self._ask_suffix(state, group.keys(request.hashes), number, {slot: blocks})
 
     def ask_due(self) -> None:
         """Note the lazy saves that are due, for the next `send`."""
@@ -202,13 +203,13 @@ class Saves:
             run = Run(hashes, keys[slot - 1] if slot else None)
             self._next.append(_Asked(state, slot, run, theirs, len(hashes)))
 
-    def _ask_tail(self, state: RequestState, keys: Sequence[bytes], number: int, slots: dict[int, list[int]]) -> None:
+    def _ask_suffix(self, state: RequestState, keys: Sequence[bytes], number: int, slots: dict[int, list[int]]) -> None:
         wanted = list(slots)
         for at in range(0, len(wanted), MAX_BLOCKS):
             part = wanted[at : at + MAX_BLOCKS]
             run = Run([keys[slot] for slot in part], None, number)
             blocks = [block for slot in part for block in slots[slot]]
-            self._next.append(_Asked(state, 0, run, blocks, len(part), tail=True))
+            self._next.append(_Asked(state, 0, run, blocks, len(part), suffix=True))
 
     def _paused(self, state: RequestState) -> bool:
         return bool(state.progress.retry_at) and self._clock() < state.progress.retry_at
@@ -321,7 +322,7 @@ class Saves:
         columns = self._group.columns(group)
         blocks = [block for place in whole for block in asked.blocks[place * columns : (place + 1) * columns]]
         hashes = [asked.run.hashes[place] for place in whole]
-        if not asked.tail:
+        if not asked.suffix:
             if self._events is not None:
                 for position, place in sound:
                     self._events.shipped(
@@ -350,7 +351,7 @@ class Saves:
     def _refuse(self, sent: _Sent) -> None:
         self._counters.warn("saves_refused", f"saves are refused: {self._refusals.why}")
         for asked in sent.asked:
-            if not asked.tail:
+            if not asked.suffix:
                 asked.state.progress.refuse(asked.first, "refused", self._clock())
 
     def _judge(self, asked: _Asked, reservation: CacheReservation, begin: int) -> None:
@@ -361,19 +362,19 @@ class Saves:
                     self._counters.warn(f"saves_{why}", f"blocks are not saved: {why} (see `kvcache-server status`)")
                 else:
                     self._counters.add(f"saves_{why}")
-                if not asked.tail:  # for a tail, the chain's own run decides when to go on
+                if not asked.suffix:  # for a suffix group, the chain's own run decides when to go on
                     asked.state.progress.refuse(asked.first + at, why, self._clock())
                 return
-        if not asked.tail:
+        if not asked.suffix:
             asked.state.progress.pause = PAUSE
 
     def _lose(self, asked: _Asked, gone: set[int]) -> None:
         """Cut `asked` before the first block that was given away: blocks after it could not be reached.
 
-        Blocks of a tail do not depend on each other.
+        Blocks of a suffix group do not depend on each other.
         """
         per_slot = self._group.columns(asked.run.group)
-        if asked.tail:
+        if asked.suffix:
             asked.gone.update(at // per_slot for at, block in enumerate(asked.blocks) if block in gone)
             return
         for at, block in enumerate(asked.blocks[: asked.whole * per_slot] if gone else ()):

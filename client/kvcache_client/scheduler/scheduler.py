@@ -219,7 +219,7 @@ class Scheduler:
         request, group, start = state.request, self._group, state.start
         lookup, count = self._lookups.take(state), external // group.block_tokens
         lease, jobs, ranks = lookup.lease if lookup is not None else None, [], 0
-        if lookup is not None and lease is not None and not (group.tails and external % group.block_tokens):
+        if lookup is not None and lease is not None and not (group.suffixes and external % group.block_tokens):
             slots = Found(lease.region_id, lease.packed, lease.hits, lookup.had, lookup.sums)
             jobs = group.cut_loads(request.id, slots, state.tables, start, count)
             if jobs and self._overlaps(state, lookup, external):
@@ -236,7 +236,7 @@ class Scheduler:
     def _overlaps(self, state: RequestState, lookup: LookupResult, external: int) -> bool:
         """Return True if a request is to be computed while it loads: its engine has nothing else to do, and nothing,
         such as a checksum, can fail once the load has begun."""
-        if self._group.tails or lookup.sums or len(self._loads) or self._loads.are_coming:
+        if self._group.suffixes or lookup.sums or len(self._loads) or self._loads.are_coming:
             return False
         begin = state.start * self._group.block_tokens
         if not self.overlap.wins(begin, begin + external, state.request.tokens):

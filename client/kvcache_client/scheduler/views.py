@@ -35,8 +35,8 @@ class Group(NamedTuple):
     """A cached group: the engine's groups whose blocks are in its slots, one after another."""
 
     tables: tuple[Table, ...]
-    reach: int = 0  # `reach` and `period` are as in GroupSpec; 0 for full attention
-    period: int = 0
+    window_blocks: int = 0  # `window_blocks` and `chunk_blocks` are as in GroupSpec; 0 for full attention
+    chunk_blocks: int = 0
     kept: int = 0  # tokens before the next one that the engine keeps, for a window; otherwise 0
     chunk: int = 0  # tokens per chunk, for chunked attention; otherwise 0
     is_state: bool = False  # whether a slot contains a state
@@ -50,7 +50,7 @@ class Group(NamedTuple):
         """Return the first token whose blocks the engine has kept when it has computed `computed` tokens."""
         if self.chunk:
             return computed // self.chunk * self.chunk
-        return max(0, computed - self.kept) if self.reach else 0
+        return max(0, computed - self.kept) if self.window_blocks else 0
 
 
 # Returns an event's fields for a request, and its fields for the request's blocks between two tokens, in order.

@@ -27,7 +27,7 @@ class Connection:
     def __init__(self, handshake: Handshake, channel: Channel, region: Region) -> None:
         self.handshake, self.channel, self.region = handshake, channel, region
         # By number of each held lease, the references that a next daemon restores it from: that of the last block, then
-        # those of the tails' blocks.
+        # those of the suffix groups' blocks.
         self.leases: dict[int, bytes] = {}
         self.newest_reservation = 0  # the highest one in answers of daemons that are gone
         # What a gone daemon may not have seen, and the handlers of the answers: the next one gets it.

@@ -68,9 +68,9 @@ class Slot(NamedTuple):
 
 
 def parts_of_hits(spec: NamespaceSpec, group: int, hits: int, start: int) -> Parts:
-    """Return the parts of the references that a lookup returns for `hits`, by an engine that has the tails of the
-    first `start` blocks."""
-    if not spec.tails:
+    """Return the parts of the references that a lookup returns for `hits`, by an engine that has the suffix groups of
+    the first `start` blocks."""
+    if not spec.suffixes:
         return ((spec.groups[group], hits),)
     least = max(0, hits - start)
     return [(each, each.needed(hits) if each.kind == FULL else min(each.needed(hits), least)) for each in spec.groups]
@@ -93,19 +93,19 @@ def unpack_slots(packed: bytes, parts: Parts, region: Region | None, writable: b
 class Lease:
     """The answer to a lookup: the longest cached prefix, pinned until `release` or the end of the session.
 
-    In a namespace with tails, that is the longest prefix after which an engine can continue.
+    In a namespace with suffix groups, that is the longest prefix after which an engine can continue.
 
     Attributes:
         id: the daemon's number; 0 if nothing is pinned.
         hits: number of leading hashes that are cached.
-        packed: their slots' references, REF_BYTES each: those of the full group, then those of each tail.
+        packed: their slots' references, REF_BYTES each: those of the full group, then those of each suffix group.
         parts: the groups that they belong to, in their order.
         pending: number of blocks after the hits that are being written now.
         withheld: number of blocks after the hits that are cached, but beyond this engine's pin quota.
         coming: number of blocks after the hits that a tier is fetching; some may be pending already.
         eta: seconds until those are expected; if there are none, until it is known whether tiers have some, else 0.
-        divergence: number of blocks after which an engine could continue if it had the tails there; 0 if that is not
-            more than the cached ones, `withheld` included.
+        divergence: number of blocks after which an engine could continue if it had the suffix groups there; 0 if that
+            is not more than the cached ones, `withheld` included.
         failed: whether the daemon did not answer; the lease then has no information on the cache.
         sums: if requested, a checksum per shard of each slot, SUM_BYTES each, 0 for none.
         region_id: the region that the slots lie in; b"" if there are none.

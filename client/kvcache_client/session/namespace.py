@@ -125,8 +125,8 @@ class Namespace:
     ) -> Lease:
         """Return the longest cached prefix of `hashes`, under a lease. One round trip.
 
-        In a namespace with tails, group 0 means all groups: the result is the longest prefix after which an engine that
-        has the tails of the first `start` blocks itself can continue.
+        In a namespace with suffix groups, group 0 means all groups: the result is the longest prefix after which an
+        engine that has the suffix groups of the first `start` blocks itself can continue.
 
         Args:
             hashes: n chained hashes in prompt order, at most MAX_HASHES.
@@ -135,7 +135,7 @@ class Namespace:
             request: name of the request, for asking the daemon why there was no hit.
             tokens: number of tokens of the request.
             salted: whether the hashes have a salt in them.
-            start: number of blocks whose tails are not needed.
+            start: number of blocks whose suffix groups are not needed.
         If the daemon does not answer within the session's deadline, the lease is empty and `failed`. Raises BadArgument
         for arguments that the protocol does not allow.
         """
@@ -206,7 +206,8 @@ class Namespace:
         at most MAX_BLOCKS blocks together.
 
         Its answers, and their positions, are numbered through all runs. Runs that name no group are of `group`; a run
-        of a tail follows the run of the full blocks that its blocks belong to, unless these are reserved already.
+        of a suffix group follows the run of the full blocks that its blocks belong to, unless these are reserved
+        already.
         """
         hashes = [each for run in runs for each in run.hashes]
         self._check(hashes, group, MAX_BLOCKS)

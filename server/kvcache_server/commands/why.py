@@ -22,9 +22,8 @@ CAUSES = {
     "quota": "cached, but withheld: the engine's leases had used up its pin_quota",
     "leases": "cached, but withheld: the session held as many leases as max_leases allows",
     "ranks_missing": "cached, but not offered: a rank of engine {own} was not attached and could not have loaded them",
-    "no_tail": "cached, but of no use: what layers with a window or a state need to continue there was not",
-    "followed": "cached, but computed again: what a drafter has of its last token depends on the block after it, which "
-    "was not",
+    "no_suffix": "cached, but of no use: what layers with a window or a state need to continue there was not",
+    "no_next_block": "cached, but computed again: what a drafter has of its last token depends on the next block",
     "unexamined": "not examined: one answer covers a limited number of blocks",
     # They were cached.
     "room": "evicted {ages} earlier, to make room for blocks that engine {engine} saved{where}{worth}",

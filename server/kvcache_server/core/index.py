@@ -1,10 +1,10 @@
 """The index of cached blocks, as trees, and of blocks that are being written. Pure.
 
 The blocks of a group form a tree below `Group.root`: a block's parent is the previous block of the prompt. The block of
-a tail hangs on the block with the same hash in the full group of its namespace, because it is useless without that;
-without such a group, on its own root. Only leaves are evicted, so every cached block stays reachable. An account (the
-blocks that one engine stored in one group) keeps its evictable leaves in a heap per class, by tick. A touch only sets
-the block's own tick; a heap is corrected when the block reaches its top.
+a suffix group hangs on the block with the same hash in the full group of its namespace, because it is useless without
+that; without such a group, on its own root. Only leaves are evicted, so every cached block stays reachable. An account
+(the blocks that one engine stored in one group) keeps its evictable leaves in a heap per class, by tick. A touch only
+sets the block's own tick; a heap is corrected when the block reaches its top.
 
 A tick is a time and a class. Its two lowest bits are the class: 0, 1 or 2 for a block that was requested once, twice or
 more often. The other bits are the time of the last use, in units of 2^-20 s after FIRST_TICK, increased if necessary so
@@ -301,24 +301,24 @@ class Group:
     """The cached blocks of one KV cache group of a namespace, by hash.
 
     Attributes: a block takes `pages` pages, or `allocated_bytes`. `above` is the group that contains the parents of its
-    blocks; another one if it `is_tail`. `tails` are the groups whose blocks an engine needs, too, to continue after
-    blocks of this one; only the first group of a namespace has any. `severed` counts hidden blocks that may have
+    blocks; another one if it `is_suffix`. `suffixes` are the groups whose blocks an engine needs, too, to continue
+    after blocks of this one; only the first group of a namespace has any. `severed` counts hidden blocks that may have
     `visible` ones below them, which lookups must not find.
     """
 
     __slots__ = (
-        *("above", "allocated_bytes", "hash_bytes", "is_tail", "leaf_is_useless", "namespace", "number", "pages"),
+        *("above", "allocated_bytes", "hash_bytes", "is_suffix", "leaf_is_useless", "namespace", "number", "pages"),
         *("pending", "read_blocks", "root", "saved_blocks", "severed", "spec", "sum_offsets"),
-        *("tag", "tails", "visible"),
+        *("tag", "suffixes", "visible"),
     )
 
     def __init__(
         self, namespace: int, number: int, spec: GroupSpec, hash_bytes: int, page_bytes: int, above: Group | None = None
     ) -> None:
         self.above = above or self
-        self.is_tail = above is not None
-        self.tails: list[Group] = []
-        self.leaf_is_useless = False  # an engine would need tails' blocks, which hang on it, to continue after it
+        self.is_suffix = above is not None
+        self.suffixes: list[Group] = []
+        self.leaf_is_useless = False  # to continue after it, an engine would need blocks of suffix groups below it
         self.namespace = namespace
         self.number = number
         self.tag = tag(namespace, number)
@@ -335,7 +335,7 @@ class Group:
     def forget(self) -> None:
         """Drop the references that form cycles: the garbage collector does not find cycles through blocks."""
         del self.root, self.above
-        self.tails = []
+        self.suffixes = []
 
     def prefix(self, hashes: Sequence[bytes]) -> list[Block]:
         """Return the blocks of the longest visible prefix. O(hits)."""
@@ -400,18 +400,19 @@ class Group:
         return trusted
 
     def can_continue(self, block: Block) -> bool:
-        """Whether tails have the blocks that an engine needs to continue after `block`, judged by the last STEP
+        """Whether suffix groups have the blocks that an engine needs to continue after `block`, judged by the last STEP
         blocks."""
-        for tail in self.tails:
-            for above in islice(block.ancestors(), 0 if tail.spec.period else min(tail.spec.reach, STEP)):
-                if above.hash not in tail.visible and above.hash not in tail.pending:
+        for suffix in self.suffixes:
+            blocks = 0 if suffix.spec.chunk_blocks else min(suffix.spec.window_blocks, STEP)
+            for above in islice(block.ancestors(), blocks):
+                if above.hash not in suffix.visible and above.hash not in suffix.pending:
                     return False
         return True
 
     def is_proof(self, block: Block) -> bool:
         """Whether an engine could continue after the parent of `block`, and needs `block` to follow it for that."""
         above = block.parent
-        return self.spec.followed and above is not None and above is not self.root and self.can_continue(above)
+        return self.spec.needs_next_block and above is not None and above is not self.root and self.can_continue(above)
 
     @staticmethod
     def is_evictable(block: Block) -> bool:

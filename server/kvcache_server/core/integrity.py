@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 from kvcache_proto.region import DOOMED, READY, WRITING, row_of
-from kvcache_proto.types import TAIL, BlockRef
+from kvcache_proto.types import SUFFIX, BlockRef
 from kvcache_server.core.cache import Cache
 from kvcache_server.core.index import CLASSES, GONE, HIDDEN, SPARE, UNQUEUED, Block, Group, Reservation, Share
 from kvcache_server.core.limits import STEP
@@ -154,7 +154,7 @@ def _check_retentions(cache: Cache) -> list[Lease]:
         assert (each.lease is None) == (each.held == 0) and each.held <= each.wanted <= len(each.names)
         if each.lease is not None:
             held = each.lease.block
-            assert (held is None) == (each.group.spec.kind == TAIL), "a retention without a block of its full group"
+            assert (held is None) == (each.group.spec.kind == SUFFIX), "a retention without a block of its full group"
             assert held is None or held.hash == each.names[each.held - 1], "retains another block than it names"
             assert all(block.visible for block in each.lease.blocks), "retains what is hidden"
             assert retentions.doubted or each.sound, "retains what is invalidated"

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from kvcache_proto import messages as m
 from kvcache_proto.errors import BadArgument
-from kvcache_proto.types import FULL, MAX_HASHES, REF_BYTES, SUM_BYTES, TAIL, GroupSpec, check_hashes
+from kvcache_proto.types import FULL, MAX_HASHES, REF_BYTES, SUFFIX, SUM_BYTES, GroupSpec, check_hashes
 from kvcache_server.core.checksums import Checksums
 from kvcache_server.core.effects import Effects
 from kvcache_server.core.eviction.learner import Learner
@@ -25,14 +25,14 @@ MOST_NAMED = 1 << 11  # leases and references examined per reclaim, together
 class _Match(NamedTuple):
     """The blocks that match a lookup.
 
-    `chain` are blocks of the full group, `tails` those that the engine needs to continue after `hits` blocks. See
+    `chain` are blocks of the full group, `suffixes` those that the engine needs to continue after `hits` blocks. See
     Acquired for `pending`, `withheld` and `divergence`. `proof` is the block that follows the hits, if there must be
     one: it counts as used, although the engine gets no reference to it.
     """
 
     chain: list[Block]
     hits: int
-    tails: Sequence[Block] = ()
+    suffixes: Sequence[Block] = ()
     pending: int = 0
     withheld: int = 0
     proof: Block | None = None
@@ -67,33 +67,33 @@ class Lookups:
         """
         namespace, group = session.group(request.namespace, request.group)
         hashes = request.hashes
-        if request.group and group.spec.kind == TAIL:
-            raise BadArgument(f"group {request.group} is a tail: a lookup of group 0 is for all groups")
+        if request.group and group.spec.kind == SUFFIX:
+            raise BadArgument(f"group {request.group} is a suffix group: a lookup of group 0 is for all groups")
         if len(hashes) > MAX_HASHES:
             raise BadArgument(f"{len(hashes)} hashes in one message: at most {MAX_HASHES}")
-        found = group.prefix(hashes) if not group.is_tail else []
+        found = group.prefix(hashes) if not group.is_suffix else []
         if len(found) < len(hashes):
             check_hashes(hashes[len(found) :], group.hash_bytes)
-        if not group.tails:
+        if not group.suffixes:
             return self._answer(session, request, namespace, group, _Match(found, len(found)))
         if request.start < 0:
             raise BadArgument(f"start {request.start}: 0 or more blocks")
         return self._answer(session, request, namespace, group, self._match(session, request, group, found))
 
     def _match(self, session: Session, request: m.Acquire, group: Group, chain: list[Block]) -> _Match:
-        """Return the match of a lookup in all groups of a namespace with tails; its full group has `chain`."""
-        hashes, start, tails = request.hashes, request.start, group.tails
+        """Return the match of a lookup in all groups of a namespace with suffix groups; its full group has `chain`."""
+        hashes, start, suffixes = request.hashes, request.start, group.suffixes
         most = most_pending = len(hashes)
         divergence = 0
-        if group is not tails[0]:
-            divergence = most = len(chain) - group.spec.followed
+        if group is not suffixes[0]:
+            divergence = most = len(chain) - group.spec.needs_next_block
             most_pending = most + group.pending_after(hashes, len(chain))
         else:
             chain = []
         soon = 0
-        if group.pending or any(tail.pending for tail in tails):
-            soon = last_end([(tail.spec, tail.has_soon) for tail in tails], hashes, most_pending, start)
-        end, needed = boundary(tails, hashes, most, start)
+        if group.pending or any(suffix.pending for suffix in suffixes):
+            soon = last_end([(suffix.spec, suffix.has_soon) for suffix in suffixes], hashes, most_pending, start)
+        end, needed = boundary(suffixes, hashes, most, start)
         pins, whole = session.engine.pins, end
         while end and request.pin:
             beside = _bytes(needed)
@@ -102,8 +102,8 @@ class Lookups:
             affordable = pins.fit(chain[:end], self._quota - beside)[0] if chain else 0
             if affordable == end:
                 break
-            end, needed = boundary(tails, hashes, affordable, start)
-        proof = chain[end] if end and group.spec.followed else None
+            end, needed = boundary(suffixes, hashes, affordable, start)
+        proof = chain[end] if end and group.spec.needs_next_block else None
         beyond = divergence if divergence > whole else 0
         return _Match(chain[:end], end, needed, max(soon - whole, 0), whole - end, proof, beyond)
 
@@ -111,7 +111,8 @@ class Lookups:
         self, session: Session, request: m.Acquire, namespace: Namespace, group: Group, match: _Match
     ) -> m.Acquired:
         """Answer with the blocks found, as far as the engine may pin them."""
-        engine, chain, hits, tails, withheld = session.engine, match.chain, match.hits, match.tails, match.withheld
+        engine, chain, hits = session.engine, match.chain, match.hits
+        suffixes, withheld = match.suffixes, match.withheld
         asked = self._note_asked(session, request, namespace, group, match)
         if hits and engine.writers[request.namespace] is None:
             # A rank that has not mapped the region could not load the blocks that its scheduler gets.
@@ -123,7 +124,7 @@ class Lookups:
             if len(session.leases) >= self._max_leases:
                 self._refusals["leases"] += hits
                 return m.Acquired(request.id, 0, 0, 0, b"", hits)
-            size, beside = len(chain) * group.allocated_bytes, _bytes(tails) if tails else 0
+            size, beside = len(chain) * group.allocated_bytes, _bytes(suffixes) if suffixes else 0
             if engine.pins.bytes + size + beside > self._quota:
                 affordable, size, cover = engine.pins.fit(chain, self._quota - beside)
                 withheld += hits - affordable
@@ -136,12 +137,12 @@ class Lookups:
             return m.Acquired(request.id, 0, 0, pending, b"", withheld, b"", coming, eta, match.divergence)
         if request.pin:
             self.last = lease = self.last + 1
-            session.pin(lease, chain[-1] if chain else None, size, cover, tails)
+            session.pin(lease, chain[-1] if chain else None, size, cover, suffixes)
         self._note_hits(namespace, group, match, hits, asked)
-        blocks = [*chain, *tails] if tails else chain
+        blocks = [*chain, *suffixes] if suffixes else chain
         slots = b"".join([block.ref for block in blocks])
         sums = b""
-        if request.verify and self.checksums and tails:
+        if request.verify and self.checksums and suffixes:
             sums = b"".join([self._sums([block]) for block in blocks])
         elif request.verify and self.checksums:
             sums = self.checksums.read(slots, group.sum_offsets, self._pool.locate_if_scattered)
@@ -154,10 +155,10 @@ class Lookups:
         asked = session.engine.asked(request.request, group)
         if not asked.lookups:
             hits = match.hits + (match.proof is not None)
-            self._learner.asked(session.engine, group, request, match.used, hits, match.tails)
+            self._learner.asked(session.engine, group, request, match.used, hits, match.suffixes)
         asked.lookups += 1
         namespace.lookups += 1
-        more = len(request.hashes) - group.spec.followed - asked.blocks
+        more = len(request.hashes) - group.spec.needs_next_block - asked.blocks
         if more > 0:
             asked.blocks += more
             namespace.requested_blocks += more
@@ -167,22 +168,22 @@ class Lookups:
     def _not_here_yet(self, session: Session, request: m.Acquire, group: Group, match: _Match) -> tuple[int, int, int]:
         """Return the numbers of blocks after the hits that are being written and that come from tiers, and when: see
         Acquired."""
-        pending = match.pending if group.tails else group.pending_after(request.hashes, match.hits)
+        pending = match.pending if group.suffixes else group.pending_after(request.hashes, match.hits)
         if self.tiers is None:
             return pending, 0, 0
         now = self._pool.now
-        if group.tails:
-            return pending, *self.tiers.looked_up_with_tails(
-                session, group, request, match.hits, match.used, match.tails, now
+        if group.suffixes:
+            return pending, *self.tiers.looked_up_with_suffixes(
+                session, group, request, match.hits, match.used, match.suffixes, now
             )
         return pending, *self.tiers.looked_up(session, group, request.hashes, match.chain, pending, now)
 
     def _note_hits(self, namespace: Namespace, group: Group, match: _Match, hits: int, asked: Asked) -> None:
         """Count hits that were not yet counted for this request, and note that their blocks were read."""
-        chain, tails = match.chain, match.tails
+        chain, suffixes = match.chain, match.suffixes
         if chain:
             self._pool.touch(match.proof or chain[-1], 1)
-        for block in tails:
+        for block in suffixes:
             self._pool.touch(block, 1)
         more = hits - asked.hits
         if more > 0:
@@ -191,7 +192,7 @@ class Lookups:
             self._counters["blocks_hit"] += more
             if chain:
                 group.read_blocks += more
-            for block in tails:
+            for block in suffixes:
                 block.account.group.read_blocks += 1
 
     def lend(self, session: Session, blocks: Sequence[Block]) -> tuple[int, bytes, bytes]:
@@ -254,7 +255,7 @@ class Lookups:
             block = blocks.pop(0) if blocks[0].account.group.spec.kind == FULL else None
             room = self._quota - pins.bytes + ended - _bytes(blocks)
             fits = room >= 0 and len(session.leases) < self._max_leases
-            fits = fits and all(each.account.group.spec.kind == TAIL for each in blocks)
+            fits = fits and all(each.account.group.spec.kind == SUFFIX for each in blocks)
             size = (chains.add(block, room) if block is not None else 0) if fits else None
             if size is None:
                 lost.append(number)
@@ -294,20 +295,20 @@ def _bytes(blocks: Sequence[Block]) -> int:
 # Where an engine may continue: the longest prefix for which each group has the blocks that it needs.
 
 
-def boundary(tails: Sequence[Group], hashes: Sequence[bytes], most: int, start: int) -> tuple[int, list[Block]]:
-    """Return the largest number of blocks, at most `most`, after which an engine may continue, and the tails' blocks
-    that it needs for that, tail after tail in prompt order.
+def boundary(suffixes: Sequence[Group], hashes: Sequence[bytes], most: int, start: int) -> tuple[int, list[Block]]:
+    """Return the largest number of blocks, at most `most`, after which an engine may continue, and the suffix groups'
+    blocks that it needs for that, suffix group after suffix group in prompt order.
 
     It has the first `start` blocks itself. Returns 0 and no blocks if there is no number above `start`, or if one of
     the blocks hangs on a hidden one and has not been removed yet.
     """
     while most > start:
-        found = _blocks(tails, hashes, most, start)
-        if found is not None and tails[0].above.severed and not all(map(_is_reachable, found)):
+        found = _blocks(suffixes, hashes, most, start)
+        if found is not None and suffixes[0].above.severed and not all(map(_is_reachable, found)):
             return 0, []
         if found is not None:
             return most, found
-        most = last_end([(tail.spec, tail.visible.__contains__) for tail in tails], hashes, most, start)
+        most = last_end([(suffix.spec, suffix.visible.__contains__) for suffix in suffixes], hashes, most, start)
     return 0, []
 
 
@@ -315,31 +316,32 @@ def _is_reachable(block: Block) -> bool:
     return block.parent is not None and block.account.group.reaches(block.parent)
 
 
-def _blocks(tails: Sequence[Group], hashes: Sequence[bytes], end: int, start: int) -> list[Block] | None:
-    """Return the blocks of `tails` that an engine needs to continue after `end` blocks, None if one is missing."""
+def _blocks(suffixes: Sequence[Group], hashes: Sequence[bytes], end: int, start: int) -> list[Block] | None:
+    """Return the blocks of `suffixes` that an engine needs to continue after `end` blocks, None if one is missing."""
     found: list[Block] = []
     try:
-        for tail in tails:
-            first = max(start, end - tail.spec.needed(end))
-            found += map(tail.visible.__getitem__, hashes[first:end])
+        for suffix in suffixes:
+            first = max(start, end - suffix.spec.needed(end))
+            found += map(suffix.visible.__getitem__, hashes[first:end])
     except KeyError:
         return None
     return found
 
 
 def last_end(
-    tails: Sequence[tuple[GroupSpec, Callable[[bytes], bool]]], hashes: Sequence[bytes], most: int, start: int
+    suffixes: Sequence[tuple[GroupSpec, Callable[[bytes], bool]]], hashes: Sequence[bytes], most: int, start: int
 ) -> int:
-    """Return the largest number of blocks, at most `most`, for which `tails` have the blocks needed; at least `start`.
+    """Return the largest number of blocks, at most `most`, for which `suffixes` have the blocks needed; at least
+    `start`.
 
-    Each tail is given as its spec and a test for its blocks. Returns `start` if the search takes long because the
-    blocks have more gaps than any engine leaves behind.
+    Each suffix group is given as its spec and a test for its blocks. Returns `start` if the search takes long because
+    the blocks have more gaps than any engine leaves behind.
     """
-    have = [bytes(map(has, hashes[start:most])) for _, has in tails]
+    have = [bytes(map(has, hashes[start:most])) for _, has in suffixes]
     end, before, looks = most, most + 1, 0
     while end < before:
         before = end
-        for (spec, _), flags in zip(tails, have, strict=True):
+        for (spec, _), flags in zip(suffixes, have, strict=True):
             while (lower := _lower(spec, flags, end, start)) < end:
                 end = lower
                 looks += 1
@@ -349,9 +351,10 @@ def last_end(
 
 
 def _lower(spec: GroupSpec, flags: bytes, end: int, start: int) -> int:
-    """Return `end` if one tail has the blocks needed to continue after `end` blocks, else a lower number to try next.
+    """Return `end` if one suffix group has the blocks needed to continue after `end` blocks, else a lower number to try
+    next.
 
-    `flags[at]` is whether the tail has block `start + at`. No number in between would do.
+    `flags[at]` is whether the suffix group has block `start + at`. No number in between would do.
     """
     inside = end - start
     missing = flags.rfind(0, 0, inside)
@@ -360,5 +363,5 @@ def _lower(spec: GroupSpec, flags: bytes, end: int, start: int) -> int:
     lower = start + missing
     if missing and spec.needed(lower) and not flags[missing - 1]:
         last = flags.rfind(1, 0, missing)  # skips all missing blocks before it
-        lower = max(start + last + 1, lower - lower % spec.period if spec.period else start)
+        lower = max(start + last + 1, lower - lower % spec.chunk_blocks if spec.chunk_blocks else start)
     return lower

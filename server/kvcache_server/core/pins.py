@@ -40,19 +40,20 @@ class Lease(msgspec.Struct, gc=False):
     """Pins `block`, and with it the chain above it: an ancestor is not a leaf, and only leaves are evicted.
 
     `cover` is the key of the chain's last covered block, 0 for none; `bytes` is the size of the blocks below that.
-    It also pins the blocks of `tails`, of `beside` bytes. Without a full group, it has no `block`, and no other bytes.
+    It also pins the blocks of `suffixes`, of `beside` bytes. Without a full group, it has no `block`, and no other
+    bytes.
     """
 
     block: Block | None
     bytes: int
     cover: int = 0
-    tails: Sequence[Block] = ()
+    suffixes: Sequence[Block] = ()
     beside: int = 0
 
     @property
     def blocks(self) -> list[Block]:
         """The blocks that it pins directly."""
-        return [*self.tails] if self.block is None else [self.block, *self.tails]
+        return [*self.suffixes] if self.block is None else [self.block, *self.suffixes]
 
 
 class Pins:
@@ -83,12 +84,12 @@ class Pins:
         while steps and self._loose:
             steps = self._cover(steps)
 
-    def hold(self, block: Block | None, size: int, cover: int = 0, tails: Sequence[Block] = ()) -> Lease:
+    def hold(self, block: Block | None, size: int, cover: int = 0, suffixes: Sequence[Block] = ()) -> Lease:
         """Return a new lease, which pins the given blocks; see Lease. A cover was returned by `fit` just now."""
-        lease = Lease(block, size, cover, tails, sum([each.account.group.allocated_bytes for each in tails]))
+        lease = Lease(block, size, cover, suffixes, sum([each.account.group.allocated_bytes for each in suffixes]))
         if block is not None:
             block.pins += 1
-        for each in tails:
+        for each in suffixes:
             each.pins += 1
         self.bytes += size + lease.beside
         if lease.bytes:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 
 from kvcache_proto import messages as m
 from kvcache_proto.errors import BadArgument, UnknownHandle
-from kvcache_proto.types import MAX_BLOCKS, SUM_BYTES, TAIL, Outcome, Refusal, Verdict, check_hashes
+from kvcache_proto.types import MAX_BLOCKS, SUFFIX, SUM_BYTES, Outcome, Refusal, Verdict, check_hashes
 from kvcache_server.core.checksums import Checksums
 from kvcache_server.core.effects import Shown
 from kvcache_server.core.eviction.policy import Eviction
@@ -80,8 +80,8 @@ class Reservations:
             if not run.hashes:
                 raise BadArgument("a run without a hash")
             of = session.group(request.namespace, run.group)[1] if run.group else group
-            if run.parent is not None and of.spec.kind == TAIL:
-                raise BadArgument("a run of a tail with a parent")
+            if run.parent is not None and of.spec.kind == SUFFIX:
+                raise BadArgument("a run of a suffix group with a parent")
             chain = run.hashes if run.parent is None else [run.parent, *run.hashes]
             check_hashes(chain, group.hash_bytes)
             if len(set(chain)) != len(chain):
@@ -162,12 +162,12 @@ class Reservations:
     def _grant_run(self, reservation: Reservation, account: Account, run: m.Run, answers: bytearray) -> None:
         """Grant the blocks of a run in order, until one is refused."""
         group = account.group
-        above, tail = group.above, group.spec.kind == TAIL
+        above, suffix = group.above, group.spec.kind == SUFFIX
         parent = group.root if run.parent is None else self._known(group, run.parent)
         if len(run.hashes) > 1 and parent is not None:
             self._eviction.set_aside(len(run.hashes) * group.pages)
         for at, block_hash in enumerate(run.hashes):
-            if tail and parent is not None:
+            if suffix and parent is not None:
                 parent = group.root if above is group else self._known(above, block_hash)
             if parent is None:
                 answers.extend(bytes([Refusal.NO_PARENT]) * (len(run.hashes) - at))
@@ -175,7 +175,7 @@ class Reservations:
             answer, block = self._grant(reservation, account, parent, block_hash)
             answers.append(answer)
             if block is None and group.leaf_is_useless and parent.child is None:
-                parent.tick = EVICT_FIRST  # the engine stops here, and saves no tail
+                parent.tick = EVICT_FIRST  # the engine stops here, and saves no suffix group
                 self._eviction.drop(parent)
             parent = block
 
@@ -210,8 +210,8 @@ class Reservations:
         cls, declined = self._classes.get(block_hash, 0), eviction.declined
         parent.pins += 1  # it must not be evicted for its own child
         try:
-            # Without the tails' blocks, the existing block of the full group would be of no use.
-            runs = eviction.make_room(account, CLASSES if group.is_tail or engine.brings else cls)
+            # Without the suffix groups' blocks, the existing block of the full group would be of no use.
+            runs = eviction.make_room(account, CLASSES if group.is_suffix or engine.brings else cls)
             if eviction.declined > declined and block_hash in eviction.learner.wanted:
                 eviction.declined = declined
                 runs = eviction.make_room(account, CLASSES)
@@ -389,7 +389,7 @@ class Reservations:
         if not group.reaches(parent):
             return Verdict.HIDDEN
         group.show(block, self.showing)
-        if group.is_tail:
+        if group.is_suffix:
             self._eviction.pass_boundaries(block)
         changes = self._effects.changes  # as Effects.shown does, without the call
         if changes and type(last := changes[-1]) is Shown:

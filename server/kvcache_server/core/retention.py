@@ -43,14 +43,14 @@ FOR_EVER = math.inf
 
 
 class _Cached(NamedTuple):
-    """The first `blocks` blocks of a retention: those of its group, and those of tails that belong to them.
+    """The first `blocks` blocks of a retention: those of its group, and those of suffix groups that belong to them.
 
     `size` and `cover` are as in Lease.
     """
 
     blocks: int
     chain: Sequence[Block]
-    tails: Sequence[Block]
+    suffixes: Sequence[Block]
     size: int = 0
     cover: int = 0
 
@@ -225,9 +225,9 @@ class Retentions:
         below: Block | None = None
         dropped = 0
         for block in reversed(found[request.after :]):
-            if block.pins or any(each is not below and not each.account.group.is_tail for each in block.children()):
+            if block.pins or any(each is not below and not each.account.group.is_suffix for each in block.children()):
                 break
-            self._eviction.evict_tails(block, DROPPED)
+            self._eviction.evict_suffixes(block, DROPPED)
             if block.child is not below or (below is not None and below.next is not None):
                 break
             block.tick = EVICT_FIRST
@@ -431,7 +431,7 @@ class Retentions:
                     continue
                 if self._inexact() is not None:
                     break
-                if cached.tails:
+                if cached.suffixes:
                     fits = self._fit(owner, _cached(retention, fits.blocks))
             if fits.blocks > retention.held:
                 self._take(retention, fits)
@@ -450,18 +450,18 @@ class Retentions:
         return ""
 
     def _fit(self, owner: Owner, cached: _Cached) -> _Cached:
-        """Return the part of `cached` that `owner` may hold; with tails, all of it, or less by an unspecified
+        """Return the part of `cached` that `owner` may hold; with suffix groups, all of it, or less by an unspecified
         amount."""
-        pins, room = owner.pins, self._room(owner) - sum(each.account.group.allocated_bytes for each in cached.tails)
+        pins, room = owner.pins, self._room(owner) - sum(each.account.group.allocated_bytes for each in cached.suffixes)
         if not cached.chain:
             return cached if pins.bytes <= room else cached._replace(blocks=0)
         count, size, cover = pins.fit(cached.chain, room)
-        return _Cached(count, cached.chain[:count], cached.tails, size, cover)
+        return _Cached(count, cached.chain[:count], cached.suffixes, size, cover)
 
     def _take(self, retention: Retention, cached: _Cached) -> None:
         block = cached.chain[-1] if cached.chain else None
         # Comes first, so that the covers of the former lease stay.
-        lease = retention.owner.pins.hold(block, cached.size, cached.cover, cached.tails)
+        lease = retention.owner.pins.hold(block, cached.size, cached.cover, cached.suffixes)
         self._let_go(retention)
         retention.lease, retention.held = lease, cached.blocks
         retention.names[: len(cached.chain)] = [each.hash for each in cached.chain]  # the index's bytes, not copies
@@ -499,22 +499,23 @@ def _cached(retention: Retention, most: int) -> _Cached:
     """
     group, names = retention.group, retention.names
     chain = group.prefix(names[:most]) if group.spec.kind == FULL else []
-    if not group.tails:
+    if not group.suffixes:
         return _Cached(len(chain), chain, [])
-    followed = group.spec.followed
-    end, tails = boundary(group.tails, names, len(chain) - followed if group.spec.kind == FULL else most, 0)
-    end += followed and end > 0
-    return _Cached(end, chain[:end], tails)
+    proof = group.spec.needs_next_block  # blocks after the end that must be cached
+    most = len(chain) - proof if group.spec.kind == FULL else most
+    end, suffixes = boundary(group.suffixes, names, most, 0)
+    end += proof if end else 0
+    return _Cached(end, chain[:end], suffixes)
 
 
 def _may_hold_more(retention: Retention) -> bool:
     """Whether there are cached blocks that a retention does not hold yet."""
     group, names = retention.group, retention.names[retention.held : retention.wanted]
-    if retention.held and group.spec.followed:
+    if retention.held and group.spec.needs_next_block:
         names = retention.names[retention.held - 1 : retention.wanted]
-    if not group.tails:
+    if not group.suffixes:
         return names[0] in group.visible
-    return not all(tail.visible.keys().isdisjoint(names) for tail in group.tails)
+    return not all(suffix.visible.keys().isdisjoint(names) for suffix in group.suffixes)
 
 
 def _check_operator(session: Session) -> None:

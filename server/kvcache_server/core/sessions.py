@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from kvcache_proto.errors import BadArgument, NotPermitted, UnknownHandle
-from kvcache_proto.types import FULL, TAIL, NamespaceSpec
+from kvcache_proto.types import FULL, SUFFIX, NamespaceSpec
 from kvcache_server.core.index import Account, Block, Group, Reservation, Share
 from kvcache_server.core.pins import Lease, Pins
 
@@ -27,11 +27,11 @@ class Namespace:
         self.id, self.shards = spec.id, spec.shards
         self.groups: list[Group] = []
         for at, each in enumerate(spec.groups):
-            above = self.groups[0] if at and each.kind == TAIL and spec.groups[0].kind == FULL else None
+            above = self.groups[0] if at and each.kind == SUFFIX and spec.groups[0].kind == FULL else None
             self.groups.append(Group(number, at, each, spec.hash_bytes, page_bytes, above))
         first = self.groups[0]
-        first.tails = [group for group in self.groups if group.spec.kind == TAIL]
-        first.leaf_is_useless = any(tail.is_tail and not tail.spec.period for tail in first.tails)
+        first.suffixes = [group for group in self.groups if group.spec.kind == SUFFIX]
+        first.leaf_is_useless = any(suffix.is_suffix and not suffix.spec.chunk_blocks for suffix in first.suffixes)
         self.lookups = self.requested_blocks = self.hit_blocks = 0
 
     @property
@@ -154,9 +154,10 @@ class Session:
     def title(self) -> str:
         return f"session {self.id}" + (f" ({self.label})" if self.label else "")
 
-    def pin(self, number: int, block: Block | None, size: int, cover: int = 0, tails: Sequence[Block] = ()) -> None:
-        """Start a lease on `block`, and so on all above it, and on the blocks of tails; see Lease for the rest."""
-        self.leases[number] = self.engine.pins.hold(block, size, cover, tails)
+    def pin(self, number: int, block: Block | None, size: int, cover: int = 0, suffixes: Sequence[Block] = ()) -> None:
+        """Start a lease on `block`, and so on all above it, and on the blocks of suffix groups; see Lease for the
+        rest."""
+        self.leases[number] = self.engine.pins.hold(block, size, cover, suffixes)
 
     def unpin(self, number: int) -> None:
         self.engine.pins.release(self.leases.pop(number))

@@ -24,18 +24,18 @@ class Tiers(Protocol):
         """
         ...
 
-    def looked_up_with_tails(
+    def looked_up_with_suffixes(
         self,
         session: Session,
         group: Group,
         request: m.Acquire,
         hits: int,
         chain: Sequence[Block],
-        tails: Sequence[Block],
+        suffixes: Sequence[Block],
         now: float,
     ) -> tuple[int, int]:
-        """The same in a namespace with tails; an engine also needs their blocks `tails` to continue after `hits`
-        blocks."""
+        """The same in a namespace with suffix groups; an engine also needs their blocks `suffixes` to continue after
+        `hits` blocks."""
         ...
 
     def will_store(self, account: Account, cls: int) -> bool:

@@ -86,13 +86,13 @@ class Batches:
             match change:
                 case Shown():
                     for block in change.blocks:
-                        if (above := block.parent) is not None and not block.account.group.is_tail:
+                        if (above := block.parent) is not None and not block.account.group.is_suffix:
                             noted.append((sources[block.account.group.tag], block.hash, above.hash))
                 case Gone() if change.cause != CLEARED:  # the clear itself is announced
                     noted += [
                         (sources[block.account.group.tag], block.hash, None)
                         for block in change.blocks
-                        if not block.account.group.is_tail
+                        if not block.account.group.is_suffix
                     ]
                 case NamespaceOpened():
                     self._watch(change.namespace)
@@ -285,5 +285,6 @@ def _runs(changes: Iterable[BlockChange], step: int) -> Iterator[tuple[Source, b
 
 
 def _announced(namespace: Namespace) -> list[Group]:
-    """Return the groups whose blocks are announced. Not tails: many subscribers know a block only by its hash."""
-    return [group for group in namespace.groups if not group.is_tail]
+    """Return the groups whose blocks are announced. Not suffix groups: many subscribers know a block only by its
+    hash."""
+    return [group for group in namespace.groups if not group.is_suffix]

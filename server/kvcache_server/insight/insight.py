@@ -92,7 +92,7 @@ class Insight:
         if change.cause in EVICTED_FOR:
             self.residency.evicted(blocks)
             for group, same in groupby(blocks, key=_GROUP):
-                if not group.is_tail:
+                if not group.is_suffix:
                     self._infinite_of(group).add([block.hash for block in same])
 
     def _note_refused(self, change: Refused) -> None:
@@ -101,7 +101,7 @@ class Insight:
             self._short = change.actor
         if change.actor is self._short and change.cause in (*_SHORT, "no_parent"):
             namespace = self._cache.namespaces.get(tagged(change.name))
-            if namespace is not None and not namespace.groups[change.name[-1]].is_tail:
+            if namespace is not None and not namespace.groups[change.name[-1]].is_suffix:
                 # It, or a block above it, was refused for lack of room.
                 self._infinite_of(namespace.groups[change.name[-1]]).add([change.name[:-TAG_BYTES]])
 
@@ -128,7 +128,7 @@ class Insight:
         _, group = asker.group(request.namespace, request.group)
         if self.tap.on:
             self.tap.note(now, asker.engine.name, request, group.spec.block_tokens, reply.hits)
-        if reply.hits >= len(request.hashes) - group.spec.followed:
+        if reply.hits >= len(request.hashes) - group.spec.needs_next_block:
             return
         cause, blocks = kept_back(asker, request, reply, cache.limits)
         infinite = self._infinite.get(group.tag)

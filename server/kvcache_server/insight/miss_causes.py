@@ -147,9 +147,9 @@ def kept_back(session: Session, request: Acquire, reply: Acquired, limits: Limit
     _, group = session.group(request.namespace, request.group)
     if not reply.hits and session.engine.writers[request.namespace] is None:
         return "ranks_missing", len(group.prefix(request.hashes))
-    if any(tail.is_tail for tail in group.tails):
+    if any(suffix.is_suffix for suffix in group.suffixes):
         beyond = len(group.prefix(request.hashes)) - reply.hits
-        return ("no_tail" if beyond > group.spec.followed else "followed", beyond) if beyond else ("", 0)
+        return ("no_suffix" if beyond > group.spec.needs_next_block else "no_next_block", beyond) if beyond else ("", 0)
     return "", 0
 
 

@@ -38,7 +38,7 @@ class Question(msgspec.Struct, gc=False):
 
 
 class Joint(msgspec.Struct, gc=False):
-    """The questions of one lookup in a namespace with tails, one per group: where could the engine continue?
+    """The questions of one lookup in a namespace with suffix groups, one per group: where could the engine continue?
 
     It has the first `start` blocks itself. `name` is the last hash, with the first group's tag. `found` has the hashes
     that the tier has, with the groups' tags; `left` questions are not answered yet.

@@ -95,25 +95,25 @@ class Tiering:
                 break  # the next tier is asked for blocks that this one lacks
         return 0, _milliseconds(wait)
 
-    def looked_up_with_tails(
+    def looked_up_with_suffixes(
         self,
         session: Session,
         group: Group,
         request: m.Acquire,
         hits: int,
         chain: Sequence[Block],
-        tails: Sequence[Block],
+        suffixes: Sequence[Block],
         now: float,
     ) -> tuple[int, int]:
-        """The same in a namespace with tails; an engine also needs their blocks `tails` to continue after `hits`
-        blocks."""
+        """The same in a namespace with suffix groups; an engine also needs their blocks `suffixes` to continue after
+        `hits` blocks."""
         if session.id in self._tiers:
             return 0, 0
         if chain:
             self._found_again(chain)
         for tier in self._on():
             if tier.policy != m.AHEAD:
-                _store(tier, tier.writes.lacking(tails))
+                _store(tier, tier.writes.lacking(suffixes))
         hashes = request.hashes[: _longest(group)]
         if hits >= len(hashes):
             return 0, 0
@@ -146,16 +146,16 @@ class Tiering:
             return hits, []
         soon = partial(_here_or_coming, [tier.fetches.coming for tier in bringing])
         end = len(hashes)
-        if group is not group.tails[0]:
+        if group is not group.suffixes[0]:
             here = soon(group)
-            end = next((at for at in range(hits, end) if not here(hashes[at])), end) - group.spec.followed
+            end = next((at for at in range(hits, end) if not here(hashes[at])), end) - group.spec.needs_next_block
         if end > hits:
-            end = last_end([(tail.spec, soon(tail)) for tail in group.tails], hashes, end, start)
+            end = last_end([(suffix.spec, soon(suffix)) for suffix in group.suffixes], hashes, end, start)
         if end <= hits:
             return hits, []
-        needed = [(tail, hashes[max(start, end - tail.spec.needed(end)) : end]) for tail in group.tails]
-        if group is not group.tails[0]:
-            needed.append((group, hashes[hits : end + group.spec.followed]))
+        needed = [(suffix, hashes[max(start, end - suffix.spec.needed(end)) : end]) for suffix in group.suffixes]
+        if group is not group.suffixes[0]:
+            needed.append((group, hashes[hits : end + group.spec.needs_next_block]))
         tagged = [name + each.tag for each, names in needed for name in names]
         found = {id(fetch): (t, fetch) for t in bringing for name in tagged if (fetch := t.fetches.coming.get(name))}
         return end, list(found.values())
@@ -163,8 +163,9 @@ class Tiering:
     @staticmethod
     def _ask_jointly(tier: Tier, engine: str, group: Group, hashes: list[bytes], start: int, now: float) -> bool:
         """Ask a tier for the blocks of all groups that are not cached; return whether any are missing."""
-        lacking = [(tail, [name for name in hashes[start:] if not tail.has_soon(name)]) for tail in group.tails]
-        if group is not group.tails[0]:
+        names = hashes[start:]
+        lacking = [(each, [name for name in names if not each.has_soon(name)]) for each in group.suffixes]
+        if group is not group.suffixes[0]:
             cached = len(group.prefix(hashes))
             lacking.insert(0, (group, hashes[cached + group.pending_after(hashes, cached) :]))
         joint = Joint(hashes[-1] + group.tag, group, hashes, start, set())
@@ -179,26 +180,26 @@ class Tiering:
         group, hashes = joint.group, joint.hashes
         if self._namespace(group) is None:
             return
-        tails, most, cached, coming = group.tails, len(hashes), 0, tier.fetches.coming
-        if group is not tails[0]:
+        suffixes, most, cached, coming = group.suffixes, len(hashes), 0, tier.fetches.coming
+        if group is not suffixes[0]:
             cached = len(group.prefix(hashes))
             cached += group.pending_after(hashes, cached)
             most = cached
             while most < len(hashes) and hashes[most] + group.tag in joint.found:
                 most += 1
-            most -= group.spec.followed
-        has = [(tail.spec, partial(_has_or_gets, tail, joint.found)) for tail in tails]
+            most -= group.spec.needs_next_block
+        has = [(suffix.spec, partial(_has_or_gets, suffix, joint.found)) for suffix in suffixes]
         end = last_end(has, hashes, most, joint.start) if most > joint.start else 0
         if end > joint.start:
-            if group is not tails[0] and cached < end + group.spec.followed:
+            if group is not suffixes[0] and cached < end + group.spec.needs_next_block:
                 parent = hashes[cached - 1] if cached else None
-                rest = hashes[cached : end + group.spec.followed]
+                rest = hashes[cached : end + group.spec.needs_next_block]
                 tier.fetches.fetch(Question(engine, group, parent, rest, now), rest, now)
-            for tail in tails:
-                needed = hashes[max(joint.start, end - tail.spec.needed(end)) : end]
-                wanted = [each for each in needed if not tail.has_soon(each) and each + tail.tag not in coming]
+            for suffix in suffixes:
+                needed = hashes[max(joint.start, end - suffix.spec.needed(end)) : end]
+                wanted = [each for each in needed if not suffix.has_soon(each) and each + suffix.tag not in coming]
                 if wanted:
-                    tier.fetches.fetch(Question(engine, tail, None, wanted, now), wanted, now)
+                    tier.fetches.fetch(Question(engine, suffix, None, wanted, now), wanted, now)
         if end < len(hashes):
             tier.questions.lacks(joint.name, now)
             if (other := self._next(tier, group, hashes[-1], now)) is not None:
@@ -228,8 +229,8 @@ class Tiering:
         self, group: Group, hashes: Sequence[bytes], hits: int, pending: int, now: float, start: int = 0
     ) -> tuple[Said, ...]:
         """Return the reports of tiers about the blocks that a lookup has just missed. O(misses)."""
-        if group.tails:
-            found = self._said_with_tails(group, hashes, hits, now, start)
+        if group.suffixes:
+            found = self._said_jointly(group, hashes, hits, now, start)
         else:
             found = self._said(group, hashes, hits, pending, now)
         if self._starts_in(now):
@@ -266,8 +267,9 @@ class Tiering:
                 found.append(Said(tier.name, "not_asked", begin, len(hashes) - begin))
         return found
 
-    def _said_with_tails(self, group: Group, hashes: Sequence[bytes], hits: int, now: float, start: int) -> list[Said]:
-        """The same in a namespace with tails, in which a question is for all groups; later answers do not change it."""
+    def _said_jointly(self, group: Group, hashes: Sequence[bytes], hits: int, now: float, start: int) -> list[Said]:
+        """The same in a namespace with suffix groups, in which a question is for all groups; later answers do not
+        change it."""
         hashes = hashes[: _longest(group)]
         found: list[Said] = []
         if hits >= len(hashes):
@@ -537,8 +539,8 @@ class Tiering:
 
 
 def _longest(group: Group) -> int:
-    """Return the number of blocks of a chain to ask for with tails: all groups are examined in one turn."""
-    return 2 * LOOK // (1 + len(group.tails))
+    """Return the number of blocks of a chain to ask for with suffix groups: all groups are examined in one turn."""
+    return 2 * LOOK // (1 + len(group.suffixes))
 
 
 def _here_or_coming(coming: Sequence[Mapping[bytes, Fetch]], group: Group) -> Callable[[bytes], bool]:

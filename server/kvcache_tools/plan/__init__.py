@@ -96,10 +96,10 @@ def describe(found: Mapping[str, Any]) -> Iterator[str]:
     )
     if kv["copies"] > 1:
         yield f"            KV heads are fewer than ranks: each is kept {kv['copies']:g} times"
-    for tail in kv["tails"]:
-        what = f"{tail['layers']} layers, {tail['kind']}" + f" {tail['window']:,} tokens" * (tail["window"] > 0)
-        yield f"  saved     {format_size(tail['bytes']):>10}   {what}: at the end of a prompt" + (
-            f", and at every {tail['checkpoint_tokens']:,} tokens in it" if tail["window"] else ""
+    for suffix in kv["suffixes"]:
+        what = f"{suffix['layers']} layers, {suffix['kind']}" + f" {suffix['window']:,} tokens" * (suffix["window"] > 0)
+        yield f"  saved     {format_size(suffix['bytes']):>10}   {what}: at the end of a prompt" + (
+            f", and at every {suffix['checkpoint_tokens']:,} tokens in it" if suffix["window"] else ""
         )
     yield from _describe_host(host)
     yield from _describe_device(found)
@@ -155,7 +155,7 @@ def _describe_paste(found: Mapping[str, Any]) -> Iterator[str]:
     yield "  " + found["paste"]["daemon"]
     yield "  " + found["paste"]["engine"]
     yield ""
-    if found["kv"]["tails"]:
+    if found["kv"]["suffixes"]:
         yield (
             "The connector needs vLLM 0.32 or later for this model. Before, it declines models with several kinds of "
             "layers; without states, --disable-hybrid-kv-cache-manager makes all layers keep all tokens."

@@ -89,12 +89,11 @@ def figures(config: object, name: str, options: Options) -> dict[str, Any]:
     estimated = options.weights is None
     weights = weight_bytes(model, config, options.tp) if options.weights is None else options.weights // options.tp
     host = _host(options, number * shard_bytes)
-    every = CHECKPOINT_TOKENS_ALONE if first.reach else CHECKPOINT_TOKENS
-    tails = [
-        _tail(slot, number, block_tokens, length, every) for slot in (others if not first.reach else slots_of_block)
-    ]
-    conversation = sum(tail["conversation_bytes"] for tail in tails)
-    if not first.reach:  # only full blocks are kept
+    every = CHECKPOINT_TOKENS_ALONE if first.window_blocks else CHECKPOINT_TOKENS
+    rest = others if not first.window_blocks else slots_of_block
+    suffixes = [_suffix(slot, number, block_tokens, length, every) for slot in rest]
+    conversation = sum(suffix["conversation_bytes"] for suffix in suffixes)
+    if not first.window_blocks:  # only full blocks are kept
         conversation += length // block_tokens * number * shard_bytes
     cuts = stripes(model, laid_out)
     devices = {kind: _device(model, options, engine_block, each, weights, length) for kind, each in KV_ITEMS.items()}
@@ -115,7 +114,7 @@ def figures(config: object, name: str, options: Options) -> dict[str, Any]:
             "shard_bytes": shard_bytes // cuts,
             "block_bytes": number * shard_bytes,
             "copies": number * _token_bytes(model, options.tp, 1) / max(_token_bytes(model, 1, 1), 1),
-            "tails": tails,
+            "suffixes": suffixes,
         },
         "engine": {
             "block_size": laid_out.groups[0].block_tokens,
@@ -173,17 +172,18 @@ def _pages(model: Model, options: Options, engine_block: int, item: int) -> Page
     return pages(model, options.tp, item, engine_block, 2 * options.batched_tokens, hybrid)
 
 
-def _tail(slot: Slot, number: int, block_tokens: int, length: int, every: int) -> dict[str, Any]:
+def _suffix(slot: Slot, number: int, block_tokens: int, length: int, every: int) -> dict[str, Any]:
     """Return the saved parts of a window or a state: per boundary where prompts may continue, and per conversation of
     `length` tokens, in which windows may overlap. Windows are saved every `every` tokens."""
     boundaries = 1 + (length - 1) // every if slot.window else 1
+    blocks = max(length // block_tokens, 1)
     return {
         "kind": slot.kind,
         "layers": slot.layers,
         "window": slot.window,
         "checkpoint_tokens": every if slot.window else 0,
-        "bytes": number * slot.bytes * slot.reach,
-        "conversation_bytes": number * slot.bytes * min(slot.reach * boundaries, max(length // block_tokens, 1)),
+        "bytes": number * slot.bytes * slot.window_blocks,
+        "conversation_bytes": number * slot.bytes * min(slot.window_blocks * boundaries, blocks),
     }
 
 

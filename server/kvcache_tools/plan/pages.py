@@ -57,18 +57,18 @@ class Pages(NamedTuple):
 
 
 class Slot(NamedTuple):
-    """The part of a cached block that one rank saves in one group of the daemon; a prompt needs the last `reach` of
-    them.
+    """The part of a cached block that one rank saves in one group of the daemon; a prompt needs the last
+    `window_blocks` of them.
 
-    `kind` is full, sliding, or state, `window` the tokens of a window. For full attention, `reach` is 0: a prompt needs
-    all of them.
+    `kind` is full, sliding, or state, `window` the tokens of a window. For full attention, `window_blocks` is 0: a
+    prompt needs all of them.
     """
 
     kind: str
     window: int
     layers: int
     bytes: int
-    reach: int
+    window_blocks: int
 
 
 def slots(model: Model, found: Pages, tp: int, kv_item: int, block_tokens: int) -> tuple[int, list[Slot]]:
@@ -82,20 +82,20 @@ def slots(model: Model, found: Pages, tp: int, kv_item: int, block_tokens: int) 
     tokens = grid if states else -(-block_tokens // grid) * grid
     made: dict[tuple[str, int], Slot] = {}
     for group in found.groups:
-        kind, window, reach, blocks = "full", 0, 0, tokens // group.block_tokens
+        kind, window, window_blocks, blocks = "full", 0, 0, tokens // group.block_tokens
         if isinstance(group.spec, State):
-            kind, reach, blocks = "state", 1, 1
+            kind, window_blocks, blocks = "state", 1, 1
         elif isinstance(group.spec, Attention) and group.spec.window:
             kind, window = "sliding", group.spec.window
-            reach = max(1, -(-(window - 1) // tokens))
-            if reach == 1:  # only the end of a block is ever read
+            window_blocks = max(1, -(-(window - 1) // tokens))
+            if window_blocks == 1:  # only the end of a block is ever read
                 blocks = min(blocks, -(-(window - 1) // group.block_tokens))
         size = group.layers * blocks * page(group.spec, group.block_tokens, tp, kv_item, model)
         if kind == "full" and len(found.groups) == 1:
             size = blocks * found.block_bytes  # layers of several shapes
-        before = made.get((kind, window), Slot(kind, window, 0, 0, reach))
+        before = made.get((kind, window), Slot(kind, window, 0, 0, window_blocks))
         made[kind, window] = before._replace(layers=before.layers + group.layers, bytes=before.bytes + size)
-    return tokens, sorted(made.values(), key=lambda slot: slot.reach)
+    return tokens, sorted(made.values(), key=lambda slot: slot.window_blocks)
 
 
 def shards(model: Model, tp: int) -> int:

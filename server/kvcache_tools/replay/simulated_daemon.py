@@ -41,8 +41,8 @@ def sparse_region(geometry: PoolGeometry) -> memoryview:
 class SimulatedDaemon:
     """A daemon with the capacity `room`, and `engines` engines that save all blocks that they compute.
 
-    Of `tails`, they save the blocks needed to continue after a prompt, after every `checkpoint` blocks in it and, with
-    `divergences`, where it parts from the blocks in the group of full attention.
+    Of `suffixes`, they save the blocks needed to continue after a prompt, after every `checkpoint` blocks in it and,
+    with `divergences`, where it parts from the blocks in the group of full attention.
     """
 
     def __init__(
@@ -52,28 +52,28 @@ class SimulatedDaemon:
         engines: int,
         limits: Limits | None = None,
         policy: str = WORTH,
-        tails: Sequence[GroupSpec] = (),
+        suffixes: Sequence[GroupSpec] = (),
         checkpoint: int = 1 << 30,
         divergences: bool = False,
     ) -> None:
         self.engines = engines
-        self._tails, self._checkpoint, self._divergences = tails, checkpoint, divergences
+        self._suffixes, self._checkpoint, self._divergences = suffixes, checkpoint, divergences
         self._step = max(1, STEP_TOKENS // block_tokens)
         self.cache = Cache(sparse_region(room.geometry), room.geometry, limits, seed=1, policy=policy)
-        spec = NamespaceSpec("replay", (GroupSpec(block_tokens, room.block_bytes), *tails))
+        spec = NamespaceSpec("replay", (GroupSpec(block_tokens, room.block_bytes), *suffixes))
         self._sessions = [self.cache.open_session(f"engine {number}", "", 0.0) for number in range(engines)]
         for session in self._sessions:
             attached = self.cache.handle(session, m.Attach(1, b"", spec, (0,)), 0.0)
             assert isinstance(attached, m.Attached)
             self._namespace = attached.namespace
 
-    def saved(self, tail: GroupSpec, length: int, begin: int, end: int, divergence: int = 0) -> list[int]:
-        """Return the blocks of a tail that are saved for boundaries from block `begin` to `end` of a prompt.
+    def saved(self, suffix: GroupSpec, length: int, begin: int, end: int, divergence: int = 0) -> list[int]:
+        """Return the blocks of a suffix group that are saved for boundaries from block `begin` to `end` of a prompt.
 
         The prompt has `length` blocks; `divergence` is one more boundary in it, 0 for none.
         """
         ends = [at for at in range(begin + 1, end + 1) if at % self._checkpoint == 0 or at in (divergence, length)]
-        return sorted({each for at in ends for each in range(at - tail.needed(at), at)})
+        return sorted({each for at in ends for each in range(at - suffix.needed(at), at)})
 
     def ask(self, engine: int, hashes: list[bytes], now: float, clock: Callable[[], float]) -> tuple[int, float]:
         """Look a prompt up, load the hits and save the rest; return the hits, and the seconds of the lookup."""
@@ -92,8 +92,8 @@ class SimulatedDaemon:
         for begin in range(found.hits, len(hashes), self._step):
             end = min(begin + self._step, len(hashes))
             runs = [m.Run([hashes[at]], hashes[at - 1] if at else None) for at in range(begin, end)]
-            for number, tail in enumerate(self._tails, 1):
-                slots = self.saved(tail, len(hashes), begin, end, divergence)
+            for number, suffix in enumerate(self._suffixes, 1):
+                slots = self.saved(suffix, len(hashes), begin, end, divergence)
                 runs += [m.Run([hashes[at]], None, number) for at in slots]
             if not all(self._save(session, runs[at : at + MAX_BLOCKS], now) for at in range(0, len(runs), MAX_BLOCKS)):
                 break
@@ -104,7 +104,7 @@ class SimulatedDaemon:
         reserved = self.cache.handle(session, m.Reserve(1, b"", self._namespace, runs), now)
         assert isinstance(reserved, m.Reserved)
         if not reserved.reservation:
-            return set(reserved.answers) == {Refusal.PRESENT}  # blocks that a tail needs may follow
+            return set(reserved.answers) == {Refusal.PRESENT}  # blocks that a suffix group needs may follow
         region = self.cache.geometry.region_id
         self.cache.handle(session, m.Settle(1, b"", region, reserved.reservation, (0,), Outcome.COMMITTED), now)
         return True

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from kvcache_client.engines.vllm import compat
 from kvcache_client.scheduler.views import Group, Table
 from kvcache_proto.errors import ConfigError
-from kvcache_proto.types import FULL, MAX_GROUPS, MAX_REACH, TAIL, GroupSpec
+from kvcache_proto.types import FULL, MAX_GROUPS, MAX_WINDOW_BLOCKS, SUFFIX, GroupSpec
 
 # Subclasses of served kinds with other needs, and kinds that do not have blocks for all tokens.
 _NOT_SERVED = {"RSWASpec", "SinkFullAttentionSpec", "HiddenStateCacheSpec"}
@@ -126,7 +126,7 @@ def writes_early(kv_cache_config: Any) -> bool:
 
 
 def merged_groups(kv_cache_config: Any, slot_tokens: int) -> list[Merged]:
-    """Return the groups of the namespace: full attention first, then the tails in the order of vLLM's groups.
+    """Return the groups of the namespace: full attention first, then the suffix groups in the order of vLLM's groups.
 
     Raises ConfigError for groups that the protocol does not allow.
     """
@@ -138,8 +138,8 @@ def merged_groups(kv_cache_config: Any, slot_tokens: int) -> list[Merged]:
     return [_merge(kind, kept, chunk, tuple(members), slot_tokens) for (kind, kept, chunk), members in found.items()]
 
 
-def group_spec(merged: Merged, slot_tokens: int, shards: int, followed: bool = False) -> GroupSpec:
-    """Return the group with the bytes of its slots; `followed` applies to a group of full attention.
+def group_spec(merged: Merged, slot_tokens: int, shards: int, needs_next_block: bool = False) -> GroupSpec:
+    """Return the group with the bytes of its slots; `needs_next_block` applies to a group of full attention.
 
     A drafter that reads the next token has, for the last token of a slot, KV that depends on the next slot. If the next
     slot is cached, the slot's writer had the same next token, unless two writers of the slot differ in the next one:
@@ -149,9 +149,10 @@ def group_spec(merged: Merged, slot_tokens: int, shards: int, followed: bool = F
     """
     group = merged.group
     size = sum(table.blocks * member.block_bytes for table, member in zip(group.tables, merged.members, strict=True))
-    kind = TAIL if group.reach else FULL
+    kind = SUFFIX if group.window_blocks else FULL
     sizes = size if shards == 1 else (size,) * shards
-    return GroupSpec(slot_tokens, sizes, kind, group.reach, group.period, followed and kind == FULL)
+    needs_next_block &= kind == FULL
+    return GroupSpec(slot_tokens, sizes, kind, group.window_blocks, group.chunk_blocks, needs_next_block)
 
 
 def kind_of(spec: Any) -> str:
@@ -171,28 +172,28 @@ def first_spec(group: Any) -> Any:
 
 
 def _merge(kind: str, kept: int, chunk: int, members: tuple[Member, ...], slot_tokens: int) -> Merged:
-    reach = period = 0
+    window_blocks = chunk_blocks = 0
     if kind == "SlidingWindowSpec":
-        reach = max(1, -(-kept // slot_tokens))
+        window_blocks = max(1, -(-kept // slot_tokens))
     elif kind == _STATE:
-        reach = 1
+        window_blocks = 1
     elif chunk:
         if chunk % slot_tokens:
             raise ConfigError(
                 f"attention to chunks of {chunk} tokens, which is no multiple of block_size {slot_tokens}"
             )
-        reach = period = chunk // slot_tokens
-    if reach > MAX_REACH:
-        raise ConfigError(f"a window of {reach} cached blocks: at most {MAX_REACH}; a larger block_size has fewer")
+        window_blocks = chunk_blocks = chunk // slot_tokens
+    if window_blocks > MAX_WINDOW_BLOCKS:
+        raise ConfigError(f"a window of {window_blocks} blocks: at most {MAX_WINDOW_BLOCKS}; use a larger block_size")
     tables = []
     for member in members:
         blocks = slot_tokens // member.block_tokens
         if kind == _STATE:
             blocks = 1
-        elif kept and reach == 1:  # only the end of a slot is ever read
+        elif kept and window_blocks == 1:  # only the end of a slot is ever read
             blocks = min(blocks, -(-kept // member.block_tokens))
         tables.append(Table(member.number, member.block_tokens, blocks))
-    return Merged(Group(tuple(tables), reach, period, kept, chunk, kind == _STATE), members)
+    return Merged(Group(tuple(tables), window_blocks, chunk_blocks, kept, chunk, kind == _STATE), members)
 
 
 def _members(kv_cache_config: Any) -> Iterator[Member]:

@@ -218,10 +218,10 @@ def namespace_spec(
         identity["kv_scales"] = f"engine {engine_id}"  # computed from the first batch that this engine ran
     if (quantized := compat.quantizes_loaded_kv(vllm_config)) is not None:
         identity["fa_quant"] = str(quantized)
-    followed = len(merged) > 1 and compat.reads_next_token(vllm_config)
-    if followed:  # an engine set to keep the last block of a hit does not share blocks with others
+    needs_next_block = len(merged) > 1 and compat.reads_next_token(vllm_config)
+    if needs_next_block:  # an engine set to keep the last block of a hit does not share blocks with others
         identity["draft"] += ", followed"
-    groups = [group_spec(each, tokens, split.number, followed) for each in merged]
+    groups = [group_spec(each, tokens, split.number, needs_next_block) for each in merged]
     if not groups:
         block_bytes = rank_block_bytes(kv_cache_config) * blocks_per_slot
         shard_bytes = block_bytes if split.number == 1 else (block_bytes // split.parts,) * split.number

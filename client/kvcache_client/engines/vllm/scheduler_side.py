@@ -20,7 +20,7 @@ from kvcache_client.scheduler.scheduler import Scheduler
 from kvcache_client.scheduler.views import EngineFacts, Table
 from kvcache_client.step_plan import NOTHING, LoadJob, Report, StepPlan
 from kvcache_proto.errors import ConfigError, KVCacheError
-from kvcache_proto.types import TAIL, NamespaceSpec
+from kvcache_proto.types import SUFFIX, NamespaceSpec
 
 logger = logging.getLogger("vllm.kvcache")
 
@@ -79,11 +79,11 @@ class SchedulerSide(Side):
             "KV cache server at %s: namespace %s, blocks of %d tokens, %.1f KiB in %d shards, engine %s",
             *(session.endpoint, spec.id, group.block_tokens, group.block_bytes / 1024, spec.shards, setup.engine),
         )
-        for tail, merged in zip(spec.groups, setup.groups, strict=False):
-            if tail.kind == TAIL:
+        for suffix, merged in zip(spec.groups, setup.groups, strict=False):
+            if suffix.kind == SUFFIX:
                 logger.info(
                     "of %d of vLLM's KV cache groups, only the last %d blocks of a prefix are needed; %.1f KiB each",
-                    *(len(merged.members), tail.reach, tail.block_bytes / 1024),
+                    *(len(merged.members), suffix.window_blocks, suffix.block_bytes / 1024),
                 )
 
     def _facts(self, setup: Setup, joining: Collection[int]) -> EngineFacts:

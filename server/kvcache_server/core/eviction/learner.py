@@ -53,7 +53,7 @@ class _Lookup(NamedTuple):
     blocks: int  # number requested
     hits: int
     found: Sequence[Block]  # those that the engine may load; none without a full group
-    tails: Sequence[Block]  # of other groups, that it needs with those
+    suffixes: Sequence[Block]  # of other groups, that it needs with those
     missed: bytes  # the hashes of at most _MOST_MISSES blocks behind the hits, without gaps
 
 
@@ -89,14 +89,14 @@ class Learner:
         request: m.Acquire,
         found: Sequence[Block],
         hits: int,
-        tails: Sequence[Block] = (),
+        suffixes: Sequence[Block] = (),
     ) -> None:
         """Note the first lookup of a request, with `hits`, for which the engine needs the blocks `found` and those of
-        `tails`."""
+        `suffixes`."""
         hashes = request.hashes
         if self._enabled and hashes:
             missed = b"".join(hashes[hits : hits + _MOST_MISSES]) if hits < len(hashes) else b""
-            self._asked.append(_Lookup(engine, group, hashes[0], len(hashes), hits, found, tails, missed))
+            self._asked.append(_Lookup(engine, group, hashes[0], len(hashes), hits, found, suffixes, missed))
             self._waiting += len(hashes)
             if self._waiting > _MOST_WAITING or len(self._asked) >= _TOGETHER:
                 self.learn()
@@ -127,14 +127,14 @@ class Learner:
         begins = [0, *ends[:-1]]
         for each in lookups:
             self._go_up(each.found)
-            if each.tails:
-                self._go_up(each.tails)
+            if each.suffixes:
+                self._go_up(each.suffixes)
             self._missed += each.blocks - each.hits
         watches = not group.number  # the other groups of a namespace get the same hashes at the same time
         step, thin = self.monitor.steps(group.spec.block_tokens)
         firsts = [self._draw(each.first) % step if watches and step > 1 else 0 for each in lookups]
         if watches:
-            chains = [each.found or each.tails[-1:] for each in lookups]
+            chains = [each.found or each.suffixes[-1:] for each in lookups]
             hits = [block for chain, at in zip(chains, firsts, strict=True) for block in chain[at::step]]
             if thin > 1 and hits:
                 keyed = self._hasher.of(b"".join([block.hash for block in hits]), size, group.tag)
@@ -203,7 +203,7 @@ class Learner:
     def evicted(self, block: Block) -> None:
         """Remember the class of a block that is evicted."""
         if self._enabled and block.tick != EVICT_FIRST:
-            tag = block.account.group.above.tag  # lookups ask for a tail's blocks by the hash of those above them
+            tag = block.account.group.above.tag  # lookups ask for a suffix group's blocks by the hashes of those
             hashes, asks = self._left.get(tag) or self._left.setdefault(tag, (bytearray(), bytearray()))
             hashes += block.hash
             asks.append((block.tick & CLASS_MASK) + 1)
@@ -230,7 +230,7 @@ class Learner:
     def begin_to_refresh(self, accounts: Collection[Account]) -> None:
         """Start to update the worths from the evidence. `accounts` are those that share the pool."""
         self._missed, self._refreshed = 0, self._pool.tick
-        groups = {account.group for account in accounts if not account.group.is_tail}
+        groups = {account.group for account in accounts if not account.group.is_suffix}
         blocks = sum(len(group.visible) for group in groups)
         used = sum(share.bytes for share in {account.share for account in accounts})
         slots = self._pool.blocks_of(used // max(blocks, 1))

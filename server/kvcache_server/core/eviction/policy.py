@@ -191,28 +191,28 @@ class Eviction:
             leaves.popitem(last=False)
 
     def pass_boundaries(self, last: Block) -> None:
-        """Drop a tail's blocks for a former boundary of the prompt in which it has just got the block `last`.
+        """Drop a suffix group's blocks for a former boundary of the prompt in which it has just got the block `last`.
 
         A longer prompt continues at the last boundary, and one with another last part at the boundary before. So
         earlier boundaries are dropped, unless prompts part behind them.
         """
-        tail, end = last.account.group, last.parent
-        if end is None or any(each.hash in tail.pending for each in islice(end.children(), MAX_GROUPS + 1)):
+        suffix, end = last.account.group, last.parent
+        if end is None or any(each.hash in suffix.pending for each in islice(end.children(), MAX_GROUPS + 1)):
             return  # it is not the last one of its window
-        passed, left = 0, tail.spec.reach  # boundaries, and blocks of the window of the latest one
+        passed, left = 0, suffix.spec.window_blocks  # boundaries, and blocks of the window of the latest one
         for at in islice(end.ancestors(), min(_LOOKED_BACK, self.looks)):
             left -= 1
             self.looks -= 1
             if passed and _prompts_part_at(at):
                 return
-            if left < 0 and at.hash in tail.visible:
-                passed, left = passed + 1, tail.spec.reach - 1
+            if left < 0 and at.hash in suffix.visible:
+                passed, left = passed + 1, suffix.spec.window_blocks - 1
                 if passed == 2:
-                    for each in islice(at.ancestors(), tail.spec.reach):
+                    for each in islice(at.ancestors(), suffix.spec.window_blocks):
                         if _prompts_part_at(each):
                             return  # other prompts share the rest of the window
-                        block = tail.visible.get(each.hash)
-                        if block is not None and tail.is_evictable(block):
+                        block = suffix.visible.get(each.hash)
+                        if block is not None and suffix.is_evictable(block):
                             block.tick = EVICT_FIRST
                             self.drop(block)
                     return
@@ -229,7 +229,7 @@ class Eviction:
                 and account.group.is_evictable(block)
             ):
                 parent = block.parent
-                self._pool.give_back(self._evicted(block, PASSED if account.group.is_tail else DROPPED))
+                self._pool.give_back(self._evicted(block, PASSED if account.group.is_suffix else DROPPED))
                 if parent is not None and parent.tick == EVICT_FIRST:
                     self.drop(parent)
                 runs = self._pool.free.take(pages)
@@ -241,7 +241,7 @@ class Eviction:
         above, group = block.parent, block.account.group
         runs = self._evict(block, cause)
         if above is not None and group.above.leaf_is_useless and not self.frozen:
-            last = self._evict_rest(group, above, cause) if group.is_tail else above
+            last = self._evict_rest(group, above, cause) if group.is_suffix else above
             for at in (last, above) if last is not above else (above,):
                 left = self._evict_useless(at, cause)
                 if left is not None:
@@ -249,21 +249,22 @@ class Eviction:
                     self._sweeper.add(self._evict_some_useless)
         return runs
 
-    def _evict_rest(self, tail: Group, above: Block, cause: str) -> Block:
+    def _evict_rest(self, suffix: Group, above: Block, cause: str) -> Block:
         """Evict the rest of a window that has lost its block at `above`, unless it is part of a later window.
 
         Return the last block on which the window hung.
         """
         rest = [above]
-        for _ in range(min(tail.spec.reach, STEP)):
-            below = [child for child in islice(rest[-1].children(), MAX_GROUPS + 1) if not child.account.group.is_tail]
-            if len(below) != 1 or tail.visible.get(below[0].hash) is None:
+        for _ in range(min(suffix.spec.window_blocks, STEP)):
+            children = islice(rest[-1].children(), MAX_GROUPS + 1)
+            below = [child for child in children if not child.account.group.is_suffix]
+            if len(below) != 1 or suffix.visible.get(below[0].hash) is None:
                 break
             rest.append(below[0])
         else:
             return above
         for each in rest[1:]:
-            self.evict_tails(each, cause)
+            self.evict_suffixes(each, cause)
         return rest[-1]
 
     def _evict_some_useless(self) -> bool:
@@ -275,8 +276,8 @@ class Eviction:
         return bool(self._useless) and not self.frozen
 
     def _evict_useless(self, block: Block, cause: str) -> Block | None:
-        """Evict the tails' blocks that hang on a block, the block, and those above it, as far as no engine can use
-        them.
+        """Evict the suffix groups' blocks that hang on a block, the block, and those above it, as far as no engine can
+        use them.
 
         Goes up at most STEP blocks: returns the block to continue with, None if it is done.
         """
@@ -284,25 +285,25 @@ class Eviction:
             above, group = block.parent, block.account.group
             if above is None:
                 return None
-            inner = any(not child.account.group.is_tail for child in islice(block.children(), MAX_GROUPS + 1))
-            if not group.can_continue(block) or (group.spec.followed and not inner):
-                self.evict_tails(block, cause, inner)
+            inner = any(not child.account.group.is_suffix for child in islice(block.children(), MAX_GROUPS + 1))
+            if not group.can_continue(block) or (group.spec.needs_next_block and not inner):
+                self.evict_suffixes(block, cause, inner)
             if not group.is_evictable(block) or group.is_proof(block):
                 return None
             self._pool.give_back(self._evict(block, cause))
             block = above
         return block
 
-    def evict_tails(self, above: Block, cause: str, inner: bool = False) -> None:
-        """Evict the blocks of tails that hang on a block. If it is an `inner` one, windows may still be part of later
-        ones, and stay."""
-        for tail in above.account.group.tails:
-            block = tail.visible.get(above.hash)
+    def evict_suffixes(self, above: Block, cause: str, inner: bool = False) -> None:
+        """Evict the blocks of suffix groups that hang on a block. If it is an `inner` one, windows may still be part of
+        later ones, and stay."""
+        for suffix in above.account.group.suffixes:
+            block = suffix.visible.get(above.hash)
             if (
                 block is not None
-                and tail.is_evictable(block)
+                and suffix.is_evictable(block)
                 and not self.frozen
-                and not (inner and tail.spec.reach > 1)
+                and not (inner and suffix.spec.window_blocks > 1)
             ):
                 self._pool.give_back(self._evict(block, cause))
 
@@ -355,4 +356,4 @@ class Eviction:
 
 def _prompts_part_at(block: Block) -> bool:
     """Whether a block has several followers of its own group."""
-    return sum(not each.account.group.is_tail for each in islice(block.children(), MAX_GROUPS + 2)) > 1
+    return sum(not each.account.group.is_suffix for each in islice(block.children(), MAX_GROUPS + 2)) > 1

@@ -33,7 +33,7 @@ from kvcache_proto.region import (
     pages_of,
     row_of,
 )
-from kvcache_proto.types import FULL, MAX_HASHES, TAIL
+from kvcache_proto.types import FULL, MAX_HASHES, SUFFIX
 from kvcache_server.core.journal import Manifest
 from kvcache_server.core.pool import Runs
 
@@ -259,10 +259,10 @@ class Snapshot:
         parent: Ints = np.full(count, count + 1, np.int64)
         if len(order):
             found = candidates[order[nearest]]
-            above, tail = self._above()
+            above, suffix = self._above()
             matches = (self.row["generation"][found] == wanted) & (self.code[found] == above[self.code])
             alike = (self._words(found) == self._words(np.arange(count))).all(axis=1)
-            matches &= alike | ~tail[self.code]
+            matches &= alike | ~suffix[self.code]
             parent[matches] = found[matches]
         parent[wanted == 0] = count
         parent[~alive] = count + 1
@@ -276,14 +276,14 @@ class Snapshot:
     def _above(self) -> tuple[Ints, Bools]:
         """Return, by code, the code of the group with the parents of its blocks, and whether that is another group.
 
-        The block of a tail has the same hash as its parent."""
-        above, tail = np.arange(len(self.groups)), np.zeros(len(self.groups), np.bool_)
+        The block of a suffix group has the same hash as its parent."""
+        above, suffix = np.arange(len(self.groups)), np.zeros(len(self.groups), np.bool_)
         for code, key in enumerate(self.groups):
             groups = self.manifest.namespaces[key[0]].groups if key else ()
-            if key and groups[key[1]].kind == TAIL and groups[0].kind == FULL:
-                tail[code] = True
+            if key and groups[key[1]].kind == SUFFIX and groups[0].kind == FULL:
+                suffix[code] = True
                 above[code] = self.groups.index((key[0], 0)) if (key[0], 0) in self.groups else -1
-        return above, tail
+        return above, suffix
 
     def _words(self, positions: Ints) -> npt.NDArray[np.uint64]:
         """Return the hashes of rows as four words each."""

@@ -15,16 +15,20 @@ from small_cache import KIB, audit, make_cache, pass_time
 
 from kvcache_proto import messages as m
 from kvcache_proto.errors import BadArgument
-from kvcache_proto.types import FULL, REF_BYTES, TAIL, GroupSpec, NamespaceSpec, Outcome, Refusal
+from kvcache_proto.types import FULL, REF_BYTES, SUFFIX, GroupSpec, NamespaceSpec, Outcome, Refusal
 from kvcache_server.commands.why import describe as explain
 from kvcache_server.core.cache import Cache
 from kvcache_server.core.integrity import check_integrity
 from kvcache_server.core.lookups import last_end
 
 BYTES = 100 * KIB
-WINDOW, STATE, CHUNK = (GroupSpec(16, BYTES, TAIL, *reach) for reach in ((2,), (1,), (4, 4)))
+WINDOW, STATE, CHUNK = (GroupSpec(16, BYTES, SUFFIX, *blocks) for blocks in ((2,), (1,), (4, 4)))
 HYBRID = (GroupSpec(16, BYTES), WINDOW, STATE)
-FOLLOWED = (GroupSpec(16, BYTES, followed=True), WINDOW, STATE)  # of a model with a drafter that reads the next token
+FOLLOWED = (
+    GroupSpec(16, BYTES, needs_next_block=True),
+    WINDOW,
+    STATE,
+)  # a drafter reads the next token
 
 
 def digest(path: str) -> bytes:
@@ -48,14 +52,14 @@ class Engine:
     def ask(self, request):
         return answer(self.cache, self.session, request, 0.0)
 
-    def runs(self, path: str, tails: bool | list[int] = True, end: int | None = None) -> list[m.Run]:
-        """Return the runs of a prompt, with what each tail needs at its end, or after `end` blocks."""
+    def runs(self, path: str, suffixes: bool | list[int] = True, end: int | None = None) -> list[m.Run]:
+        """Return the runs of a prompt, with what each suffix group needs at its end, or after `end` blocks."""
         names = digests(path)
         runs = [m.Run(names)] if self.groups[0].kind == FULL else []
         end = len(path) if end is None else end
         for number, group in enumerate(self.groups):
             needed = group.needed(end)
-            if group.kind == TAIL and needed and (tails is True or (tails and number in tails)):
+            if group.kind == SUFFIX and needed and (suffixes is True or (suffixes and number in suffixes)):
                 runs.append(m.Run(names[end - needed : end], None, number))
         return runs
 
@@ -67,8 +71,8 @@ class Engine:
         request = m.Settle(1, b"", region, reserved.reservation, (0,), outcome, list(at))
         return self.ask(request).verdicts if reserved.reservation else b""
 
-    def store(self, path: str, tails: bool | list[int] = True, end: int | None = None) -> list[Refusal]:
-        reserved = self.reserve(self.runs(path, tails, end))
+    def store(self, path: str, suffixes: bool | list[int] = True, end: int | None = None) -> list[Refusal]:
+        reserved = self.reserve(self.runs(path, suffixes, end))
         self.settle(reserved)
         return [Refusal(each) for each in reserved.answers]
 
@@ -92,23 +96,26 @@ def test_the_boundary_is_the_largest_that_a_naive_search_finds() -> None:
         start = draw.randrange(count + 1)
         most = draw.randrange(start, count + 1)
         hashes = digests("x" * count)
-        tails = []
+        suffixes = []
         for _ in range(draw.randrange(1, 4)):
-            spec, density = GroupSpec(16, 1, TAIL, draw.randrange(1, 6), draw.choice([0, 0, 1, 2, 3, 5])), draw.random()
-            tails.append((spec, {each for each in hashes if draw.random() < density}))
+            spec, density = (
+                GroupSpec(16, 1, SUFFIX, draw.randrange(1, 6), draw.choice([0, 0, 1, 2, 3, 5])),
+                draw.random(),
+            )
+            suffixes.append((spec, {each for each in hashes if draw.random() < density}))
         possible = [start]
         for end in range(start + 1, most + 1):
-            needed = [(have, hashes[max(start, end - spec.needed(end)) : end]) for spec, have in tails]
+            needed = [(have, hashes[max(start, end - spec.needed(end)) : end]) for spec, have in suffixes]
             if all(have.issuperset(names) for have, names in needed):
                 possible.append(end)
-        found = last_end([(spec, have.__contains__) for spec, have in tails], hashes, most, start)
+        found = last_end([(spec, have.__contains__) for spec, have in suffixes], hashes, most, start)
         assert found == max(possible)
 
 
 def test_a_hit_ends_where_every_group_has_what_the_engine_needs() -> None:
     engine = Engine(make_cache())
     engine.store("abcd")
-    engine.store("abcdefgh", tails=[1])  # without the state
+    engine.store("abcdefgh", suffixes=[1])  # without the state
     assert engine.hits("abcdefgh") == engine.hits("abcdx") == 4
     assert engine.hits("abc") == 0, "no window and no state there"
     engine.store("abcdefgh")
@@ -152,9 +159,9 @@ def test_one_reply_has_the_references_of_all_groups() -> None:
     assert (found.hits, found.slots) == (4, b"".join(refs))
 
 
-def test_an_engine_needs_nothing_of_a_tail_that_it_has_itself() -> None:
+def test_an_engine_needs_nothing_of_a_suffix_that_it_has_itself() -> None:
     engine = Engine(make_cache(), (GroupSpec(16, BYTES), WINDOW))
-    engine.store("abcdef", tails=False)
+    engine.store("abcdef", suffixes=False)
     reserved = engine.reserve([m.Run([digest("abcdef")], None, 1)])  # the last block of the window, not the one before
     engine.settle(reserved)
     assert engine.hits("abcdef") == 0
@@ -165,7 +172,7 @@ def test_an_engine_needs_nothing_of_a_tail_that_it_has_itself() -> None:
 
 def test_a_chunk_needs_nothing_from_before_its_beginning() -> None:
     engine = Engine(make_cache(), (GroupSpec(16, BYTES), CHUNK))
-    engine.store("abcdefgh", tails=False)
+    engine.store("abcdefgh", suffixes=False)
     assert engine.hits("abcdefgh") == 8 and engine.hits("abcdefgx") == 4
     engine.store("abcdef")
     found = engine.acquire("abcdefx")
@@ -173,11 +180,11 @@ def test_a_chunk_needs_nothing_from_before_its_beginning() -> None:
 
 
 @pytest.mark.parametrize("group", [WINDOW, STATE])
-def test_models_without_full_attention_have_tails_only(group: GroupSpec) -> None:
+def test_models_without_full_attention_have_suffixes_only(group: GroupSpec) -> None:
     engine = Engine(make_cache(), (group,))
     engine.store("abcd")
     found = engine.acquire("abcde")
-    assert (found.hits, len(found.slots) // REF_BYTES) == (4, group.reach)
+    assert (found.hits, len(found.slots) // REF_BYTES) == (4, group.window_blocks)
     assert engine.hits("abc") == 0
     check_integrity(engine.cache)
     engine.ask(m.Release(1, b"", [found.lease]))
@@ -226,7 +233,7 @@ def test_what_follows_a_hit_goes_no_earlier_because_it_has_become_a_leaf() -> No
     engine.store("abcdefgh", end=3)
     engine.ask(m.Drop(1, b"", engine.namespace, digests("abcdefgh"), 4))
     for letter in "ABCDEFGHIJKLMNO":
-        engine.store(letter, tails=False)
+        engine.store(letter, suffixes=False)
     assert engine.cached(0) & set(digests("abcdefgh")) == set(digests("abcd"))
     assert engine.hits("abcd") == 3
     check_integrity(engine.cache)
@@ -239,8 +246,8 @@ def test_without_the_block_that_follows_a_state_is_of_no_use() -> None:
     assert engine.hits("ab") == 1
     free = engine.cache.pool.blocks_of(BYTES) - 8
     for at in range(free):
-        engine.store(chr(1000 + at), tails=False)
-    engine.store("xy", tails=False)  # in place of the last block: the state before it goes, and three blocks above
+        engine.store(chr(1000 + at), suffixes=False)
+    engine.store("xy", suffixes=False)  # in place of the last block: the state before it goes, and three blocks above
     assert engine.cached(0) & set(digests("abcdef")) == set(digests("ab"))
     assert engine.cached(1) == {digest("a")} and engine.hits("ab") == 1
     check_integrity(engine.cache)
@@ -252,7 +259,7 @@ def test_a_retained_prompt_keeps_the_block_that_follows() -> None:
     engine.store("abc", end=3)
     retain = m.Retain(1, b"", engine.namespace, digests("abcd"), 60.0)
     assert engine.ask(retain).blocks == 0
-    engine.store("abcd", tails=False)
+    engine.store("abcd", suffixes=False)
     assert engine.ask(retain).blocks == 4
     for number in range(40):
         engine.store(f"{number:02}")
@@ -273,25 +280,25 @@ def test_a_retention_takes_up_the_block_that_follows_as_the_end_of_a_longer_pref
     check_integrity(cache)
 
 
-# How tails are stored.
+# How suffix groups are stored.
 
 
-def test_a_block_of_a_tail_needs_that_of_the_full_group() -> None:
+def test_a_block_of_a_suffix_needs_that_of_the_full_group() -> None:
     engine = Engine(make_cache())
-    assert engine.store("ab", tails=[1])[:2] == [Refusal.GRANTED] * 2
+    assert engine.store("ab", suffixes=[1])[:2] == [Refusal.GRANTED] * 2
     names = digests("abxy")
     reserved = engine.reserve([m.Run(names[1:], None, 1), m.Run(names[3:], None, 2)])
     assert list(reserved.answers) == [Refusal.PRESENT, *[Refusal.NO_PARENT] * 3]
     for group in (1, 2):
-        with pytest.raises(BadArgument, match="a tail with a parent"):
+        with pytest.raises(BadArgument, match="a suffix group with a parent"):
             engine.reserve([m.Run([digest("ab")], digest("a"), group)])
     with pytest.raises(BadArgument, match="group 3"):
         engine.reserve([m.Run([digest("ab")], None, 3)])
-    with pytest.raises(BadArgument, match="group 1 is a tail"):
+    with pytest.raises(BadArgument, match="group 1 is a suffix group"):
         engine.ask(m.Acquire(1, b"", engine.namespace, digests("ab"), 1))
 
 
-def test_a_failed_block_takes_its_tails_with_it() -> None:
+def test_a_failed_block_takes_its_suffixes_with_it() -> None:
     engine = Engine(make_cache())
     reserved = engine.reserve(engine.runs("abc"))
     engine.settle(reserved, at=(3, 4, 5))
@@ -302,7 +309,7 @@ def test_a_failed_block_takes_its_tails_with_it() -> None:
     check_integrity(engine.cache)
 
 
-def test_a_distrusted_block_takes_its_tails_with_it() -> None:
+def test_a_distrusted_block_takes_its_suffixes_with_it() -> None:
     engine = Engine(make_cache())
     engine.store("abcd")
     found = engine.acquire("abcd", pin=False)
@@ -319,7 +326,7 @@ def test_a_distrusted_block_takes_its_tails_with_it() -> None:
 # What holds them, and what lets them go.
 
 
-def test_a_lease_holds_the_tails() -> None:
+def test_a_lease_holds_the_suffixes() -> None:
     engine = Engine(make_cache(32))
     engine.store("abcd")
     lease = engine.acquire("abcd").lease
@@ -334,14 +341,14 @@ def test_a_lease_holds_the_tails() -> None:
     check_integrity(engine.cache)
 
 
-def test_the_quota_of_leases_counts_tails() -> None:
+def test_the_quota_of_leases_counts_suffixes() -> None:
     cache = make_cache(pin_quota=8.5 * BYTES / (8 << 20))
     engine = Engine(cache)
     engine.store("abc")  # three, two of the window, one state
     engine.store("abcdef")
     found = engine.acquire("abcdef")
     assert (found.hits, found.withheld, len(found.slots) // REF_BYTES) == (3, 3, 6)
-    assert found.divergence == 0, "what is withheld has its tails"
+    assert found.divergence == 0, "what is withheld has its suffix groups"
     assert cache.engines["one"].pins.bytes == 6 * cache.namespaces[1].groups[0].allocated_bytes
     check_integrity(cache)
 
@@ -350,11 +357,11 @@ def test_blocks_after_which_nobody_can_continue_go_with_the_state() -> None:
     engine = Engine(make_cache(32, policy="lru"), (GroupSpec(16, BYTES), STATE))
     engine.store("xyz")
     engine.store("ab")
-    engine.store("xyz", tails=False)  # its blocks were used after those of ab, its state was not
+    engine.store("xyz", suffixes=False)  # its blocks were used after those of ab, its state was not
     for letter in "ABCDEFGHIJKLM":
-        engine.store(letter, tails=False)
+        engine.store(letter, suffixes=False)
     assert len(engine.cached(0)) + len(engine.cached(1)) == engine.cache.pool.blocks_of(BYTES) == 20
-    engine.store("N", tails=False)
+    engine.store("N", suffixes=False)
     assert [engine.cached(number) & set(digests("xyz")) for number in (0, 1)] == [set(), set()]
     assert engine.cache.pool.blocks_of(BYTES) - len(engine.cached(0)) - len(engine.cached(1)) == 3
     assert engine.hits("ab") == 2
@@ -365,9 +372,9 @@ def test_all_blocks_of_a_prompt_go_with_the_first_block_of_its_window() -> None:
     engine = Engine(make_cache(32, policy="lru"), (GroupSpec(16, BYTES), WINDOW))
     engine.store("vwxyz")
     for letter in "ABCDEFGHIJKLM":
-        engine.store(letter, tails=False)
+        engine.store(letter, suffixes=False)
     assert len(engine.cached(0)) + len(engine.cached(1)) == engine.cache.pool.blocks_of(BYTES) == 20
-    engine.store("N", tails=False)
+    engine.store("N", suffixes=False)
     assert [engine.cached(number) & set(digests("vwxyz")) for number in (0, 1)] == [set(), set()]
     check_integrity(engine.cache)
 
@@ -378,8 +385,8 @@ def test_a_long_prompt_that_nobody_can_use_goes_in_slices(monkeypatch: pytest.Mo
     engine, prompt = Engine(cache, (GroupSpec(16, BYTES), STATE)), "abcdefghijklmno"
     engine.store(prompt)
     for letter in "ABCD":
-        engine.store(letter, tails=False)
-    begin(cache, engine.session, m.Reserve(1, b"", engine.namespace, engine.runs("E", tails=False)), 0.0)
+        engine.store(letter, suffixes=False)
+    begin(cache, engine.session, m.Reserve(1, b"", engine.namespace, engine.runs("E", suffixes=False)), 0.0)
     left = engine.cached(0) & set(digests(prompt))
     assert len(left) == 15 - 2 * 4, "no more than two slices at once"
     while cache.sweeper.go_on():
@@ -389,7 +396,7 @@ def test_a_long_prompt_that_nobody_can_use_goes_in_slices(monkeypatch: pytest.Mo
 
 
 def test_groups_of_two_sizes_share_the_pool() -> None:
-    state = GroupSpec(16, 3 * BYTES, TAIL, 1)
+    state = GroupSpec(16, 3 * BYTES, SUFFIX, 1)
     cache = make_cache(248, policy="lru")
     engine = Engine(cache, (GroupSpec(16, BYTES), state))
     for number in range(300):
@@ -403,7 +410,7 @@ def test_groups_of_two_sizes_share_the_pool() -> None:
 
 def test_pages_that_long_prompts_leave_are_given_to_states() -> None:
     cache = make_cache(1488, policy="lru")
-    engine = Engine(cache, (GroupSpec(16, BYTES), GroupSpec(16, 3 * BYTES, TAIL, 1)))
+    engine = Engine(cache, (GroupSpec(16, BYTES), GroupSpec(16, 3 * BYTES, SUFFIX, 1)))
     engine.store("abcdefghijklmno")
     engine.store("ABCDEFGHIJK")
     short = map(chr, range(1000, 2000))
@@ -422,12 +429,12 @@ def test_the_block_that_a_state_is_to_hang_on_does_not_go_for_it() -> None:
     """It would hang on a block that is gone: never found, never evicted."""
     for others, expected in ((0, Refusal.NO_SPACE), (3, Refusal.GRANTED)):
         cache = make_cache(25, policy="lru")
-        engine = Engine(cache, (GroupSpec(16, 2 * BYTES), GroupSpec(16, 3 * BYTES, TAIL, 1)))
+        engine = Engine(cache, (GroupSpec(16, 2 * BYTES), GroupSpec(16, 3 * BYTES, SUFFIX, 1)))
         assert cache.pool.blocks_of(2 * BYTES) == 8 and not cache.pool.capacity % (2 * BYTES)
         if others:
-            engine.store("o" * others, tails=False)
+            engine.store("o" * others, suffixes=False)
         path = "p" * (8 - others)
-        engine.store(path, tails=False)
+        engine.store(path, suffixes=False)
         assert not cache.pool.free.pages
         assert engine.store(path) == [Refusal.PRESENT] * len(path) + [expected]
         check_integrity(cache)
@@ -440,11 +447,11 @@ def test_nothing_is_lost_while_blocks_of_other_sizes_take_each_others_place() ->
         draw = random.Random(seed)
         cache = make_cache(31 * draw.choice([1, 2, 3]), policy=draw.choice(["lru", "worth"]), namespace_floor=0.0)
         sizes = [BYTES * draw.randrange(1, 5) for _ in range(3)]
-        tails = [GroupSpec(16, size, TAIL, draw.choice([1, 2])) for size in sizes[1:]]
-        engine = Engine(cache, (GroupSpec(16, sizes[0]), *tails))
+        suffixes = [GroupSpec(16, size, SUFFIX, draw.choice([1, 2])) for size in sizes[1:]]
+        engine = Engine(cache, (GroupSpec(16, sizes[0]), *suffixes))
         for _ in range(60):
             path = draw.choice("abc") * draw.randrange(1, 6) + draw.choice("xyz")
-            engine.store(path, tails=[number for number in (1, 2) if draw.random() < 0.7])
+            engine.store(path, suffixes=[number for number in (1, 2) if draw.random() < 0.7])
             assert not any(group.pending for group in cache.namespaces[1].groups), "what waits for ever"
             check_integrity(cache)
             while cache.sweeper.go_on():
@@ -470,7 +477,7 @@ def test_what_a_prompt_needed_two_boundaries_ago_goes_first() -> None:
         engine.store(prompt)
     others = iter(range(10, 100))
     while cache.eviction.evictions.total() < 3:
-        engine.store(chr(1000 + next(others)), tails=False)
+        engine.store(chr(1000 + next(others)), suffixes=False)
     assert cache.eviction.evictions == {"passed": 3}, "two blocks of a window, and a state"
     assert [engine.hits(prompt) for prompt in ("ab", "abcd", "abcdef", "xy")] == [0, 4, 6, 2]
     check_integrity(cache)
@@ -483,12 +490,12 @@ def test_a_boundary_behind_which_prompts_part_stays() -> None:
         engine.store(prompt)
     others = iter(range(1000, 2000))
     while cache.eviction.evictions.total() < 2:
-        engine.store(chr(next(others)), tails=False)
+        engine.store(chr(next(others)), suffixes=False)
     assert cache.eviction.evictions == {"passed": 2}, "the last block of a window, and a state"
     assert [engine.hits(prompt) for prompt in ("ab", "abc1", "abc2", "abc1ef", "abc1efgh")] == [2, 2, 4, 6, 8]
 
 
-def test_a_dropped_prompt_s_tails_go() -> None:
+def test_a_dropped_prompt_s_suffixes_go() -> None:
     engine = Engine(make_cache())
     engine.store("abc")
     engine.store("abcdef")
@@ -497,10 +504,10 @@ def test_a_dropped_prompt_s_tails_go() -> None:
     check_integrity(engine.cache)
 
 
-def test_a_retained_prompt_keeps_its_tails() -> None:
+def test_a_retained_prompt_keeps_its_suffixes() -> None:
     cache = make_cache(32, policy="lru", retain_quota=0.5)
     engine = Engine(cache)
-    engine.store("abcd", tails=False)
+    engine.store("abcd", suffixes=False)
     assert engine.ask(m.Retain(1, b"", engine.namespace, digests("abcd"), 60.0)).blocks == 0, (
         "nothing can continue there"
     )
@@ -543,7 +550,7 @@ def test_why_says_that_a_state_is_missing() -> None:
     engine = Engine(make_cache())
     insight(engine.cache)
     engine.store("abc")
-    engine.store("abcde", tails=[1])
+    engine.store("abcde", suffixes=[1])
     engine.ask(m.Acquire(1, b"", engine.namespace, digests("abcdef"), request="r"))
     told = explain(explained(engine.ask(m.Why(1, b"", "r"))))
     assert "blocks 3-4  cached, but of no use: what layers with a window or a state need to continue there" in told
@@ -592,20 +599,20 @@ class Model:
         return (group, path) in self.nodes and self.nodes[group, path].visible
 
     @property
-    def followed(self) -> bool:
-        return self.groups[0].followed
+    def needs_next_block(self) -> bool:
+        return self.groups[0].needs_next_block
 
     def is_proof(self, path: str) -> bool:
         """Whether an engine could continue before the last block of `path`, which follows there."""
         needed = self.used(path[:-1], len(path) - 1, 0)[1:]
-        return self.followed and len(path) > 1 and all(each in self.nodes for each in needed)
+        return self.needs_next_block and len(path) > 1 and all(each in self.nodes for each in needed)
 
     def children(self, path: str) -> list[tuple[int, str]]:
         return [key for key in self.nodes if (key[1] == path if key[0] else key[1][:-1] == path and key[1])]
 
     def boundary(self, path: str, start: int) -> int:
         def would_do(end: int) -> bool:
-            full = all(self.has(0, path[:at]) for at in range(1, end + 1 + self.followed))
+            full = all(self.has(0, path[:at]) for at in range(1, end + 1 + self.needs_next_block))
             return full and all(
                 self.has(group, path[: at + 1])
                 for group, spec in enumerate(self.groups)
@@ -613,12 +620,12 @@ class Model:
                 for at in range(max(start, end - spec.needed(end)), end)
             )
 
-        ends = range(start + 1, len(path) + 1 - self.followed)
+        ends = range(start + 1, len(path) + 1 - self.needs_next_block)
         return max((end for end in ends if would_do(end)), default=0)
 
     def used(self, path: str, end: int, start: int) -> list[tuple[int, str]]:
         """Return what a hit uses, in the order of its use."""
-        return [(0, path[: end + self.followed])] + [
+        return [(0, path[: end + self.needs_next_block])] + [
             (group, path[: at + 1])
             for group, spec in enumerate(self.groups)
             if group
@@ -634,7 +641,7 @@ class Model:
         group, path = key
         self.remove(key)
         above = path if group else path[:-1]
-        if group and self.groups[group].reach > 1:
+        if group and self.groups[group].window_blocks > 1:
             self.evict_useless(self.evict_rest(group, above))
         self.evict_useless(above)
 
@@ -643,9 +650,9 @@ class Model:
             below = self.children(above)
             inner = any(not each for each, _ in below)
             needed = self.used(above, len(above), 0)[1:]
-            if not all(each in self.nodes for each in needed) or (self.followed and not inner):
+            if not all(each in self.nodes for each in needed) or (self.needs_next_block and not inner):
                 for each in below:
-                    if each[0] and self.is_evictable(each) and not (inner and self.groups[each[0]].reach > 1):
+                    if each[0] and self.is_evictable(each) and not (inner and self.groups[each[0]].window_blocks > 1):
                         self.remove(each)
             if not self.is_evictable((0, above)) or (0, above) == self.kept or self.is_proof(above):
                 return
@@ -655,7 +662,7 @@ class Model:
     def evict_rest(self, group: int, path: str) -> str:
         """Without the first block of a window, the others are of no use, unless they are part of a longer run."""
         rest = [path]
-        for _ in range(self.groups[group].reach):
+        for _ in range(self.groups[group].window_blocks):
             below = [each for number, each in self.children(rest[-1]) if not number]
             if len(below) != 1 or not self.has(group, below[0]):
                 for each in rest[1:]:
@@ -722,19 +729,20 @@ class Model:
         self.dropped = [each for each in self.dropped if each[1] is not node] + [(key, node)]
 
     def pass_boundaries(self, group: int, path: str) -> None:
-        """What a tail has for the last boundary but two of a prompt goes first, unless prompts part behind it."""
-        reach = self.groups[group].reach
+        """What a suffix group has for the last boundary but two of a prompt goes first, unless prompts part behind
+        it."""
+        window_blocks = self.groups[group].window_blocks
         if any(not self.nodes[each].visible for each in self.nodes if each[0] == group and each[1][:-1] == path):
             return
         ends = [len(path)]
         for end in range(len(path), 0, -1):
-            if end <= ends[-1] - reach and self.has(group, path[:end]):
+            if end <= ends[-1] - window_blocks and self.has(group, path[:end]):
                 ends.append(end)
         if len(ends) > 2:
             _, latest, passed, *_ = ends
             parts = [len([each for each in self.children(path[:end]) if not each[0]]) > 1 for end in range(latest)]
             if not any(parts[passed:latest]):
-                for end in range(passed, max(passed - reach, 0), -1):
+                for end in range(passed, max(passed - window_blocks, 0), -1):
                     if parts[end]:
                         break
                     if self.is_evictable(key := (group, path[:end])):
@@ -745,24 +753,26 @@ class Model:
 paths = st.text(alphabet="ab", min_size=1, max_size=6)
 
 
-class TailsMachine(RuleBasedStateMachine):
+class SuffixesMachine(RuleBasedStateMachine):
     groups = HYBRID
 
     def __init__(self) -> None:
         super().__init__()
         self.cache = make_cache(32, policy="lru", pin_quota=1.0)
         spec = GroupSpec(16, 144 * KIB)
-        groups = tuple(GroupSpec(16, 144 * KIB, each.kind, each.reach, 0, each.followed) for each in self.groups)
+        groups = tuple(
+            GroupSpec(16, 144 * KIB, each.kind, each.window_blocks, 0, each.needs_next_block) for each in self.groups
+        )
         self.engine = Engine(self.cache, groups)
         self.model = Model(groups)
         assert self.cache.pool.blocks_of(spec.block_bytes) == ROOM
 
-    @rule(path=paths, tails=st.sampled_from([[], [1], [2], [1, 2], [1, 2]]), before=st.integers(0, 1))
-    def store(self, path: str, tails: list[int], before: int = 0) -> None:
-        end = len(path) - before * self.model.followed
-        runs = self.engine.runs(path, tails, end)
+    @rule(path=paths, suffixes=st.sampled_from([[], [1], [2], [1, 2], [1, 2]]), before=st.integers(0, 1))
+    def store(self, path: str, suffixes: list[int], before: int = 0) -> None:
+        end = len(path) - before * self.model.needs_next_block
+        runs = self.engine.runs(path, suffixes, end)
         named = [[(run.group, each.decode().rstrip(".")) for each in run.hashes] for run in runs]
-        assert self.engine.store(path, tails, end) == self.model.store(named)
+        assert self.engine.store(path, suffixes, end) == self.model.store(named)
 
     @rule(stored=st.lists(paths, min_size=3, max_size=6))
     def store_many(self, stored: list[str]) -> None:
@@ -804,11 +814,11 @@ class TailsMachine(RuleBasedStateMachine):
         assert self.cache.engines["one"].pins.bytes >= len(pinned) * size
 
 
-TailsMachine.TestCase.settings = settings(stateful_step_count=50, deadline=None)
-TestTailsAgainstModel = TailsMachine.TestCase
+SuffixesMachine.TestCase.settings = settings(stateful_step_count=50, deadline=None)
+TestSuffixesAgainstModel = SuffixesMachine.TestCase
 
 
-class FollowedMachine(TailsMachine):
+class FollowedMachine(SuffixesMachine):
     groups = FOLLOWED
 
 
@@ -818,7 +828,7 @@ TestFollowedAgainstModel = FollowedMachine.TestCase
 
 def test_a_block_that_nobody_needs_goes_first_although_a_colder_one_became_busy() -> None:
     """The end of one prompt is announced as the coldest leaf, and continued before the next eviction."""
-    machine = TailsMachine()
-    for path, tails in (("aaaa", [1]), ("aaa", [1, 2]), ("a", [1]), ("abaa", []), ("baaa", []), ("aab", [1, 2])):
-        machine.store(path, tails)
+    machine = SuffixesMachine()
+    for path, suffixes in (("aaaa", [1]), ("aaa", [1, 2]), ("a", [1]), ("abaa", []), ("baaa", []), ("aab", [1, 2])):
+        machine.store(path, suffixes)
         machine.holds()

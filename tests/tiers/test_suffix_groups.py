@@ -11,7 +11,7 @@ from tiered import a_tier, hashes, patched, tier_of, wait_for, wait_open, wait_t
 
 
 def usable(model: str, names: list[bytes]) -> int:
-    return len(names) - MODELS[model][0].followed
+    return len(names) - MODELS[model][0].needs_next_block
 
 
 @pytest.mark.parametrize("policy", ["second", "through"])
@@ -33,7 +33,7 @@ def test_an_engine_continues_where_a_tier_has_what_that_takes(
         assert engine.load([*names, *hashes(2, 3)]) == end, "a longer prompt continues there, too"
 
 
-def test_each_block_of_a_tail_may_come_in_a_part_of_its_own(
+def test_each_block_of_a_suffix_may_come_in_a_part_of_its_own(
     daemon: Daemon, connect_hybrid: ConnectHybrid, url: str, tmp_path: Path
 ) -> None:
     engine, names = connect_hybrid(daemon, "both"), hashes(1, 24)
