@@ -34,9 +34,9 @@ def test_a_started_program_inherits_no_descriptor(daemon: Any) -> None:
     """Otherwise it would keep the session of its parent alive, and the region mapped."""
     welcomed = shake_hands(daemon.endpoint, "e1", "", 10.0)
     try:
-        assert not any(map(os.get_inheritable, (welcomed.connection, welcomed.region, welcomed.lock)))
+        assert not any(map(os.get_inheritable, (welcomed.descriptor, welcomed.region, welcomed.lock)))
     finally:
-        for descriptor in (welcomed.connection, welcomed.region, welcomed.lock):
+        for descriptor in (welcomed.descriptor, welcomed.region, welcomed.lock):
             forks.close(descriptor)
 
 

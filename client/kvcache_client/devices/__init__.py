@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import mmap
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
@@ -82,7 +83,7 @@ class Job:
         return int(self.runs.begins[-1] + self.runs.sizes[-1])
 
 
-class Device(Protocol):
+class Device(abc.ABC):
     """Copies in the background, in the order of submission in each direction. Called from one thread.
 
     Methods that return at once here are for kinds of devices that need them.
@@ -90,6 +91,7 @@ class Device(Protocol):
 
     registration: Any = None  # the memory that is page-locked for this device, if its kind needs that
 
+    @abc.abstractmethod
     def register(self, region: Memory) -> None:
         """Prepare `region` for copies, and release the one before; on another thread if that takes long.
 
@@ -103,24 +105,30 @@ class Device(Protocol):
         """
         return
 
+    @abc.abstractmethod
     def registered(self) -> tuple[bool, int]:
         """Return whether registration is over, and the number of the region's bytes that copies reach directly."""
 
+    @abc.abstractmethod
     def save(self, job: Job) -> None:
         """Copy device blocks to the region, as they are after all work that was submitted to the device before."""
 
+    @abc.abstractmethod
     def load(self, job: Job) -> None:
         """Copy the region to device blocks."""
 
+    @abc.abstractmethod
     def start(self, job: Job) -> None:
         """Queue a load that was to be queued `later`, and those before it."""
 
+    @abc.abstractmethod
     def hold(self, job: Job) -> None:
         """Keep work that is submitted from now on waiting until `job`, a load, has filled its blocks.
 
         The device waits, not the caller, unless a thread has to carry the bytes.
         """
 
+    @abc.abstractmethod
     def fence(self, blocks: Collection[int]) -> None:
         """Keep work that is submitted from now on from overwriting `blocks` before running saves have read them.
 
@@ -140,18 +148,23 @@ class Device(Protocol):
         """Notice jobs that have ended, if the device has no thread that does. Never waits."""
         return
 
+    @abc.abstractmethod
     def linger(self, seconds: float) -> None:
         """Wait at most `seconds` for a load that is about to end; return at once if none is."""
 
+    @abc.abstractmethod
     def peek(self, address: int, size: int) -> bytes:
         """Return bytes of the device's memory, by its simplest means. Waits for all work submitted before."""
 
+    @abc.abstractmethod
     def poke(self, address: int, data: bytes) -> None:
         """Write bytes to the device's memory, likewise."""
 
+    @abc.abstractmethod
     def drain(self, seconds: float) -> bool:
         """Wait for running jobs; return whether all have ended. It does not start `later` jobs."""
 
+    @abc.abstractmethod
     def close(self) -> None:
         """Stop. Jobs that have not begun end with an error; waits for the one being copied."""
 

@@ -1,8 +1,8 @@
-"""The state of lazy saving: which cached blocks the device holds, and which of them it is about to evict. Pure.
+"""When full blocks are saved: at once, or lazily. Pure.
 
-A block is saved when the engine is about to give its device memory away, together with all blocks above it, without
-which it would be useless. A block that was found on the device twice is saved at once: a prefix that is always in use
-is never evicted, and other engines would never see it.
+Lazily, a block is saved when the engine is about to give its device memory away, together with all blocks above it,
+without which it would be useless. A block that was found on the device twice is saved at once: a prefix that is always
+in use is never evicted, and other engines would never see it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,31 @@ class Due:
     blocks: list[int]
 
 
-class Lazy:
+class Eager:
+    """Full blocks are saved at once."""
+
+    def hold(self, state: RequestState, first: int, end: int) -> bool:
+        """Note that the device has the cached blocks of a request from `first` to `end`; return whether they wait."""
+        return False
+
+    def found(self, state: RequestState, tokens: int) -> None:
+        """Note that a request begins with `tokens` tokens on the device, and that the daemon has its `saved` blocks."""
+
+    def given(self, blocks: Iterable[int]) -> None:
+        """Note device blocks that get other content in the step that is being planned."""
+
+    def due(self) -> Sequence[Due]:
+        """Return the blocks that are to be saved now; they count as saved from now on."""
+        return ()
+
+    def ending(self, state: RequestState) -> None:
+        """Note that a request gives its device blocks back."""
+
+    def forget(self) -> None:
+        """The weights have changed."""
+
+
+class Lazy(Eager):
     """The lazy saves of one engine with full attention."""
 
     def __init__(
@@ -59,8 +83,7 @@ class Lazy:
         self._ending: list[bytes] = []  # last block of requests that still have their device blocks
         self._given = 0  # device blocks since the last call of `evicted_next`
 
-    def hold(self, state: RequestState, first: int, end: int, saved: bool = False) -> None:
-        """Note that the device has the cached blocks of a request from `first` to `end`."""
+    def hold(self, state: RequestState, first: int, end: int, saved: bool = False) -> bool:
         keys, width = self._group.keys(state.request.hashes), self._group.columns(0)
         for slot in range(first, end):
             key, hits = keys[slot], 0
@@ -71,12 +94,12 @@ class Lazy:
                 self._drop(key)
             blocks = self._group.slot_blocks(state.tables, slot, slot + 1)
             if len(blocks) < width:
-                return
+                break
             self._held[key] = _Held(state, slot, blocks, saved, hits)
             self._keys.update(dict.fromkeys(blocks, key))
+        return True
 
     def found(self, state: RequestState, tokens: int) -> None:
-        """Note that a request begins with `tokens` tokens on the device, and that the daemon has its `saved` blocks."""
         end = tokens // self._group.slot_tokens
         self.hold(state, 0, min(end, state.progress.saved), saved=True)
         for key in self._group.keys(state.request.hashes)[:end]:
@@ -86,7 +109,6 @@ class Lazy:
                     self._hot.append(key)
 
     def given(self, blocks: Iterable[int]) -> None:
-        """Note device blocks that get other content in the step that is being planned."""
         for block in blocks:
             self._given += 1
             if (key := self._keys.get(block)) is not None:
@@ -94,7 +116,6 @@ class Lazy:
                 self._drop(key)
 
     def due(self) -> list[Due]:
-        """Return the blocks that are to be saved now; they count as saved from now on."""
         wanted = [key for key in self._hot if key in self._held and self._holds(self._held[key])] + self._ending
         self._hot, self._ending = [], []
         if 4 * self._given >= self._ahead:
@@ -108,12 +129,11 @@ class Lazy:
         return found
 
     def ending(self, state: RequestState) -> None:
-        """Note that a request gives its device blocks back. If few are free, the next request gets them at once."""
+        # If few device blocks are free, the next request gets these at once.
         if state.progress.saved and sum(1 for _ in self._evicted_next(self._ahead)) < self._ahead:
             self._ending.append(self._group.keys(state.request.hashes)[state.progress.saved - 1])
 
     def forget(self) -> None:
-        """The weights have changed."""
         self._held.clear()
         self._keys.clear()
         self._hot.clear()

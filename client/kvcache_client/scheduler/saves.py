@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from kvcache_client.scheduler.cache import CacheNamespace, CachePendingReservation, CacheReservation, Counts
 from kvcache_client.scheduler.events import EngineEvents
 from kvcache_client.scheduler.groups import FullAttention, HybridGroups
-from kvcache_client.scheduler.lazy import Lazy
+from kvcache_client.scheduler.lazy import Eager
 from kvcache_client.scheduler.notes import Notes
 from kvcache_client.scheduler.requests import PAUSE, RequestState
 from kvcache_client.session.breaker import Backoff
@@ -132,14 +132,14 @@ class Saves:
         events: EngineEvents | None,
         clock: Callable[[], float],
         demand: Demand,
-        lazy: Lazy | None = None,
+        timing: Eager,
     ) -> None:
         """`verify` selects the blocks that the ranks take checksums of; `events` gets the blocks that they are to save.
 
-        `demand` limits the saves. With `lazy`, full blocks wait there until they are due.
+        `demand` limits the saves; `timing` keeps full blocks until they are due.
         """
         self.waiting: list[_Sent] = []
-        self.demand, self.lazy = demand, lazy
+        self.demand, self._timing = demand, timing
         self._group, self._verify = group, verify
         self._counters, self._notes, self._events, self._clock = counters, notes, events, clock
         self._next: list[_Asked] = []
@@ -157,8 +157,7 @@ class Saves:
             full = min(full, progress.limit)
         if full <= first or request.uncacheable or state.barred or state.loading or self._paused(state):
             return
-        if self.lazy is not None:
-            self.lazy.hold(state, first, full)
+        if self._timing.hold(state, first, full):
             progress.saved = full
             return
         keys = group.keys(request.hashes)
@@ -189,8 +188,8 @@ class Saves:
                     self._ask_suffix(state, group.keys(request.hashes), number, {slot: blocks})
 
     def ask_due(self) -> None:
-        """Note the lazy saves that are due, for the next `send`."""
-        for due in self.lazy.due() if self.lazy is not None else ():
+        """Note the blocks that were kept and are due, for the next `send`."""
+        for due in self._timing.due():
             keys = self._group.keys(due.state.request.hashes)
             self._ask_run(due.state, keys, due.first, due.end, due.blocks)
 

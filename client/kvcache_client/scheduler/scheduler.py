@@ -15,7 +15,7 @@ from kvcache_client.scheduler.cost_model import Gate, Overlap
 from kvcache_client.scheduler.events import EngineEvents
 from kvcache_client.scheduler.groups import Found, FullAttention, HybridGroups
 from kvcache_client.scheduler.hints import Hints
-from kvcache_client.scheduler.lazy import Lazy
+from kvcache_client.scheduler.lazy import Eager, Lazy
 from kvcache_client.scheduler.loads import Loads
 from kvcache_client.scheduler.lookups import Lookups
 from kvcache_client.scheduler.membership import Membership
@@ -63,13 +63,13 @@ class Scheduler:
             self._admission = Admission(
                 counters, engine.device_blocks, engine.tables, engine.lookahead, engine.in_order
             )
-        lazy = None
+        self._timing = Eager()
         if settings.save_mode == "lazy" and engine.evicted_next is not None:
             # The blocks that the next step may give away, and as many again: a save takes a step.
             ahead = 2 * engine.step_tokens // engine.block_tokens
-            lazy = Lazy(group, ahead, engine.evicted_next, engine.hash_of, counters)
+            self._timing = Lazy(group, ahead, engine.evicted_next, engine.hash_of, counters)
         demand = Demand(group, settings.min_hits)
-        self._saves = Saves(group, settings.verify, counters, self._notes, self.events, clock, demand, lazy)
+        self._saves = Saves(group, settings.verify, counters, self._notes, self.events, clock, demand, self._timing)
         self._hints = Hints(group, counters)
         self._canaries = Canaries(group, settings.canary_every if group.has_full else 0, block_bytes)
         self._summary = Summary(lambda line: logger.info("engine %s, %s", session.engine, line), counters.snapshot)
@@ -314,8 +314,7 @@ class Scheduler:
         loads = self._loads.take_jobs() if self._loads.jobs else []
         # Device blocks that get other contents with the step.
         given = [*requests.follow(step), *written, *(block for load in loads for block in load.blocks)]
-        if self._saves.lazy is not None:
-            self._saves.lazy.given(given)
+        self._timing.given(given)
         # An idle step may be the last one before the engine sleeps: it waits a little for a healthy daemon, and leaves
         # no answer behind that no step would take.
         wait = None if step.tokens else self._session.deadline if self._session.up else 0.0
@@ -356,8 +355,7 @@ class Scheduler:
                     self._saves.ask(state, computed, before)
         for new in step.started:
             if (state := requests.get(new.request)) is not None:
-                if self._saves.lazy is not None:
-                    self._saves.lazy.found(state, new.computed)
+                self._timing.found(state, new.computed)
                 computed = new.computed + scheduled[new.request]
                 self._canaries.computed(state, computed)
                 if saving:
@@ -387,9 +385,8 @@ class Scheduler:
         self._canaries.computed(state, computed)
         if may_save := self._may_save:
             self._saves.ask(state, computed, computed)
-            if self._saves.lazy is not None:
-                self._saves.lazy.ending(state)
-                self._saves.ask_due()
+            self._timing.ending(state)
+            self._saves.ask_due()
             self._saves.send(self._membership.namespace)
         if state.request.hint is not None and self._may_hint:
             self._hints.finished(state, self._membership.namespace)
@@ -409,8 +406,7 @@ class Scheduler:
         before the next step, because sleep resets first.
         """
         self._saves.drop()
-        if self._saves.lazy is not None:
-            self._saves.lazy.forget()
+        self._timing.forget()
         for state in self._requests:
             self._bar(state)
         self._canaries.due.clear()

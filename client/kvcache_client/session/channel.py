@@ -139,7 +139,7 @@ class Channel:
         self._unasked = 0
         self._done: deque[tuple[Handler, Reply | None]] = deque()
         self._followers = _Followers()
-        self._waker = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)  # the outbox has a new message
+        self._outbox_event = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)  # the outbox has a new message
         self._leader = _Leader.IDLE
         self._order = threading.Lock()  # numbers rise in the order of sending
         self.closed = False
@@ -234,9 +234,9 @@ class Channel:
             self._counters.add("unsent", len(self._outbox))
             self._outbox.clear()
             with self._order:
-                waker, self._waker = self._waker, -1
-            if waker >= 0:
-                os.close(waker)
+                event, self._outbox_event = self._outbox_event, -1
+            if event >= 0:
+                os.close(event)
         for handler in waiting.values():
             self._hand_over(handler, None)
         self._finish()
@@ -297,8 +297,8 @@ class Channel:
         """Have a polling leader send the outbox."""
         if self._leader is _Leader.POLLS:
             with self._order:
-                if self._waker >= 0:
-                    os.eventfd_write(self._waker, 1)
+                if self._outbox_event >= 0:
+                    os.eventfd_write(self._outbox_event, 1)
 
     # Under the lock, but for the first three.
 
@@ -361,9 +361,9 @@ class Channel:
 
     def _poll(self, timeout_ms: int) -> bytes:
         """Receive; raise zmq.Again if nothing comes in time, or the outbox has a new message."""
-        zmq.backend.zmq_poll([(self._socket, zmq.POLLIN), (self._waker, zmq.POLLIN)], timeout_ms)
+        zmq.backend.zmq_poll([(self._socket, zmq.POLLIN), (self._outbox_event, zmq.POLLIN)], timeout_ms)
         with contextlib.suppress(BlockingIOError):
-            os.eventfd_read(self._waker)
+            os.eventfd_read(self._outbox_event)
         frame: bytes = self._socket.recv(zmq.NOBLOCK)
         return frame
 

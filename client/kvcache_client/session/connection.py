@@ -42,7 +42,7 @@ class Connection:
     def close(self) -> None:
         """Leave. The lock stays until `unlock`: copies may be running, and it shows that we live."""
         self.channel.close()
-        forks.close(self.handshake.connection)
+        forks.close(self.handshake.descriptor)
 
     def unlock(self) -> None:
         """Signal to the daemon that no copy of this session runs any more."""
@@ -80,7 +80,7 @@ class Dialer:
                 region = Region(handshake.region, geometry)
             channel = Channel(self._context, self.endpoint, token, self._counters, self._waker.wake)
         except BaseException:
-            forks.close(handshake.connection)
+            forks.close(handshake.descriptor)
             forks.close(handshake.lock)
             raise
         finally:

@@ -21,17 +21,17 @@ _DESCRIPTOR = array.array("i")
 
 
 class Handshake(NamedTuple):
-    """A completed handshake: the session ends when no process has `connection` open, and its lock with `lock`."""
+    """A completed handshake: the session ends when no process has `descriptor` open, and its lock with `lock`."""
 
     welcome: Welcome
-    connection: int
+    descriptor: int  # of the connection
     region: int
     lock: int
 
     def still_open(self) -> bool:
         """Return True if the daemon is still there; it never sends anything, so anything to be read is its end."""
         try:
-            os.read(self.connection, 1)
+            os.read(self.descriptor, 1)
         except BlockingIOError:
             return True
         except OSError:

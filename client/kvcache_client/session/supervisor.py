@@ -179,8 +179,8 @@ class Supervisor:
         if probe_at is not None:
             timeout = max(0.0, probe_at - now)
         handshake = connection.handshake
-        ready = self._waker.wait([handshake.connection, *([channel.descriptor] if watched else [])], timeout)
-        if handshake.connection in ready and not handshake.still_open():
+        ready = self._waker.wait([handshake.descriptor, *([channel.descriptor] if watched else [])], timeout)
+        if handshake.descriptor in ready and not handshake.still_open():
             self.leave("the daemon closed the connection")
         elif channel.fault:
             self.leave(channel.fault)

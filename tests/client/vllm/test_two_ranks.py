@@ -90,7 +90,7 @@ def test_the_session_of_one_rank_dies(pairs: Any, daemon: Any, sim: Any, prompt:
     with two.held_copies():
         request = two.add("r", tokens, 2)
         two.run(lambda: request.status.name == "WAITING_FOR_REMOTE_KVS")
-        with socket.socket(fileno=os.dup(session.daemon.connection.handshake.connection)) as door:
+        with socket.socket(fileno=os.dup(session.daemon.connection.handshake.descriptor)) as door:
             door.shutdown(socket.SHUT_RDWR)
         until(lambda: session.counters.get("links_lost"), "the end of the session")
     two.run()
