@@ -38,7 +38,7 @@ def process() -> Daemon:
         acquire=Histogram.of(()),
         errors={},
         drops={},
-        door_refused={},
+        handshakes_refused={},
         connections=Connections(0, 0, {}),
         integrity=Integrity(),
         http=None,

@@ -355,7 +355,9 @@ class Daemon(msgspec.Struct):
             ("peer_gone", "peer_slow"),
         ),
     ]
-    door_refused: Annotated[Counts, _counter("door_refusals", "Handshakes refused, by reason", "reason", _TURNED_AWAY)]
+    handshakes_refused: Annotated[
+        Counts, _counter("handshake_refusals", "Handshakes refused, by reason", "reason", _TURNED_AWAY)
+    ]
     connections: Connections
     integrity: Integrity
     http: Http | None

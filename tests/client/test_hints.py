@@ -58,7 +58,7 @@ def test_other_parameters_are_no_hint(params: Any) -> None:
         ({"retain": {"seconds": 0}}, "Expected `float` > 0.0 - at `retain.seconds`"),
         ({"retain": {"seconds": 1e9}}, "at `retain.seconds`"),
         ({"retain": {"seconds": "60"}}, "at `retain.seconds`"),
-        ({"retain": {"priority": "high"}}, "at `retain.priority`"),
+        ({"retain": {"tokens": "all"}}, "at `retain.tokens`"),
         ({"retain": {"tokens": 0}}, "at `retain.tokens`"),
         ({"drop": {"after": -1}}, "at `drop.after`"),
         ({"done": "yes"}, "at `done`"),
@@ -92,7 +92,7 @@ def saved(cache: Cache) -> set[bytes]:
 
 def test_a_prompt_is_retained_once_whether_it_is_cached_or_not(cache: Cache) -> None:
     engine, run = Engine(cache), chain("a", 4)
-    hint = Hint(retain=Retain(60.0, priority=80))  # which is ignored
+    hint = Hint(retain=Retain(60.0))
     request = engine.request("first", run, hint=hint)
     engine.run(request)
     assert cache.hints == [("retain", "first", run, 60.0)]

@@ -93,7 +93,7 @@ def test_hints_retain_and_drop(
     answers: list[tuple[int, str]] = []
     ns.reserve(run[:3]).commit()
     ns.reserve(other).commit()
-    assert ns.retain(run, seconds=60, priority=80, then=lambda blocks, why: answers.append((blocks, why)))
+    assert ns.retain(run, seconds=60, then=lambda blocks, why: answers.append((blocks, why)))
     until(lambda: answers, "an answer")
     assert answers == [(3, "")]
     assert ns.drop(other, after=1)

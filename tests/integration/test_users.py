@@ -145,7 +145,7 @@ def test_one_user_s_handshakes_make_room_for_another_s(start_daemon: Any) -> Non
     with user(HOG, KNOCKS, handshake_path(daemon.endpoint), str(MAX_HANDSHAKES)) as said:
         assert said == str(MAX_HANDSHAKES)
         status = daemon.status()
-        assert status["daemon"]["door_refused"] == {"unavailable": 1}, "the oldest one of the user with most"
+        assert status["daemon"]["handshakes_refused"] == {"unavailable": 1}, "the oldest one of the user with most"
 
 
 def test_a_user_with_most_handshakes_waits(start_daemon: Any) -> None:

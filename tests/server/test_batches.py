@@ -100,7 +100,7 @@ def test_no_event_reports_a_block_before_lookups_find_it() -> None:
     assert told(stream) == [stored(chain("a", 3))]
 
 
-def test_evicted_cleared_and_distrusted_blocks_are_reported_as_removed() -> None:
+def test_evicted_cleared_and_invalidated_blocks_are_reported_as_removed() -> None:
     host = Host(28)
     stream = follow(host)
     engine = Client(host, "one", spec_of(256 << 10))  # seven of them

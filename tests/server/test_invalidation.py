@@ -198,7 +198,7 @@ def opened(path: Path, geometry: PoolGeometry, life: int) -> Checksums:
 # Invalidate.
 
 
-def test_a_distrusted_block_is_removed_with_its_descendants_and_its_writer_is_named() -> None:
+def test_a_invalidated_block_is_removed_with_its_descendants_and_its_writer_is_named() -> None:
     cache = make_cache()
     one, two = Engine(cache, "one"), Engine(cache, "two")
     reserved = one.store(chain("a", 5))
@@ -290,7 +290,7 @@ def test_unknown_references_invalidate_nothing() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_invariants_hold_whatever_is_distrusted(seed: int) -> None:
+def test_invariants_hold_whatever_is_invalidated(seed: int) -> None:
     draw = random.Random(seed)
     cache = make_cache(62, pin_quota=0.5, supersede_after=0.0)
     engines = [Engine(cache, "one"), Engine(cache, "two"), Engine(cache, "three", (PAGE, 7 * PAGE))]

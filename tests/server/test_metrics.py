@@ -111,7 +111,6 @@ def test_activity_is_counted(daemon: Any, engine: Engine) -> None:
     assert found[f"kvcache_unlimited_hit_blocks_total{where}"] == 4
     assert found[f"kvcache_saved_blocks_total{where}"] == 4
     assert found[f"kvcache_saved_bytes_total{where}"] == found[f"kvcache_hit_bytes_total{where}"] == 4 * SIZE
-    assert found[f"kvcache_loaded_bytes_total{where}"] == 4 * SIZE, "its old name"
     assert found['kvcache_engine_copied_bytes_total{way="load"}'] == 0, "found, and not loaded"
     assert found["kvcache_needed_blocks_total"] == 0
     assert found['kvcache_deduplicated_blocks_total{state="cached"}'] == 4
@@ -227,7 +226,7 @@ def test_metrics_start_at_0_so_that_the_first_event_is_a_rise(daemon: Any) -> No
         'wrong_blocks_total{finding="corrupt"}',
         'errors_total{code="internal"}',
         'dropped_replies_total{reason="peer_slow"}',
-        'door_refusals_total{reason="not_permitted"}',
+        'handshake_refusals_total{reason="not_permitted"}',
         'engine_events_total{event="breaker_opened"}',
         "integrity_failures_total",
         "restarts_total",

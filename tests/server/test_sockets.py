@@ -100,7 +100,7 @@ def test_users_that_are_not_allowed_get_no_access(start_daemon: Any, flags: dict
     assert came["wire"] == "silent"
     assert "region" not in came
     status = daemon.status()["daemon"]
-    assert (status["door_refused"], status["errors"]) == ({}, {})
+    assert (status["handshakes_refused"], status["errors"]) == ({}, {})
 
 
 @pytest.mark.parametrize(
@@ -138,7 +138,7 @@ def test_without_access_control_lists_door_and_token_still_refuse(start_daemon: 
     assert "region" not in came
     assert came["wire"] == "silent"  # though it has the token of a living session
     figures = daemon.status()["daemon"]
-    assert figures["door_refused"] == {"not_permitted": 1}
+    assert figures["handshakes_refused"] == {"not_permitted": 1}
     assert figures["connections"]["cut"]["not_permitted"] > 0
 
 

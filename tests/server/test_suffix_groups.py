@@ -309,7 +309,7 @@ def test_a_failed_block_takes_its_suffixes_with_it() -> None:
     check_integrity(engine.cache)
 
 
-def test_a_distrusted_block_takes_its_suffixes_with_it() -> None:
+def test_a_invalidated_block_takes_its_suffixes_with_it() -> None:
     engine = Engine(make_cache())
     engine.store("abcd")
     found = engine.acquire("abcd", pin=False)

@@ -627,7 +627,7 @@ def test_a_clear_in_the_midst_of_another_one_s_sweep(tiny: None) -> None:
     assert figures(cache, 0.0)["pool"]["blocks"] == 2
 
 
-def test_distrusted_blocks_and_those_below_are_not_found_from_then_on(tiny: None) -> None:
+def test_invalidated_blocks_and_those_below_are_not_found_from_then_on(tiny: None) -> None:
     cache = make_cache()
     engine, other = Engine(cache, "one"), Engine(cache, "two")
     names = chain("a", 8)
@@ -657,7 +657,7 @@ def test_distrusted_blocks_and_those_below_are_not_found_from_then_on(tiny: None
 
 @pytest.mark.parametrize("stored", [1, 3, 8])
 @pytest.mark.parametrize("slices", [0, 3, 9, 13])
-def test_nothing_below_a_distrusted_block_is_found_through_a_new_one(tiny: None, stored: int, slices: int) -> None:
+def test_nothing_below_a_invalidated_block_is_found_through_a_new_one(tiny: None, stored: int, slices: int) -> None:
     """Another engine computes the block again, and some of those below it, before the sweeper has come to them."""
     cache = make_cache()
     engine, other = Engine(cache, "one"), Engine(cache, "two")
@@ -682,7 +682,7 @@ def test_nothing_below_a_distrusted_block_is_found_through_a_new_one(tiny: None,
 
 @pytest.mark.parametrize("slices", [0, 2, 5, 8])
 @pytest.mark.parametrize("names", ["abcd", "abc"])
-def test_no_suffix_of_a_distrusted_block_is_found_through_a_new_one(tiny: None, slices: int, names: str) -> None:
+def test_no_suffix_of_a_invalidated_block_is_found_through_a_new_one(tiny: None, slices: int, names: str) -> None:
     """The full group has the block again; the suffix groups hang on the one that was invalidated."""
     cache = make_cache()
     engine = Hybrid(cache, "one")
@@ -709,7 +709,7 @@ def test_no_suffix_of_a_distrusted_block_is_found_through_a_new_one(tiny: None, 
             break
 
 
-def test_a_namespace_may_be_forgotten_before_the_sweeper_comes_to_its_distrusted_blocks(tiny: None) -> None:
+def test_a_namespace_may_be_forgotten_before_the_sweeper_comes_to_its_invalidated_blocks(tiny: None) -> None:
     cache = make_cache(31)
     engine, other = Engine(cache, "one"), Engine(cache, "two", model="other")
     reserved = engine.reserve(["a"])
@@ -725,7 +725,7 @@ def test_a_namespace_may_be_forgotten_before_the_sweeper_comes_to_its_distrusted
     assert not cache.invalidation.under_way
 
 
-def test_no_suffix_of_a_distrusted_block_is_retained(tiny: None) -> None:
+def test_no_suffix_of_a_invalidated_block_is_retained(tiny: None) -> None:
     cache = make_cache(retain_quota=0.5)
     engine = Hybrid(cache, "one")
     engine.store_all("abcd")
@@ -756,7 +756,7 @@ def test_a_namespace_of_suffixes_alone_finds_its_other_blocks_while_one_is_swept
 
 
 @pytest.mark.parametrize("every", [2, 5, 100])
-def test_what_is_retained_may_be_distrusted_until_a_tick_has_looked(tiny: None, every: int) -> None:
+def test_what_is_retained_may_be_invalidated_until_a_tick_has_looked(tiny: None, every: int) -> None:
     """The state is sound in all that time."""
     cache = make_cache(retain_quota=0.5)
     engine = Engine(cache, "one")

@@ -96,7 +96,6 @@ class Retain(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     seconds: Annotated[float, msgspec.Meta(gt=0, le=MAX_SECONDS)] = RETAIN_SECONDS
     tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
-    priority: int | None = None  # ignored
 
 
 class Rest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -304,7 +304,6 @@ class Namespace:
         self,
         hashes: Sequence[bytes],
         seconds: float = 3600.0,
-        priority: int | None = None,
         group: int = 0,
         request: str = "",
         then: Callable[[int, str], None] | None = None,
@@ -314,7 +313,6 @@ class Namespace:
         Args:
             hashes: n chained hashes in prompt order, at most MAX_HASHES; blocks that are not cached yet are kept once
                 they are.
-            priority: ignored.
             request: name of the request, for asking the daemon why.
             then: gets the number of blocks kept now, and why no more of the cached ones are ("" if all are), on some
                 thread; never called if the daemon does not answer.

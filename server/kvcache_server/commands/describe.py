@@ -39,7 +39,7 @@ def describe(figures: Status) -> str:
         *kept(figures.hints),
         *below(daemon),
         "refusals    " + counts(figures.refusals),
-        "errors      " + counts(daemon.errors | daemon.drops | daemon.door_refused),
+        "errors      " + counts(daemon.errors | daemon.drops | daemon.handshakes_refused),
     ]
     if figures.grace:
         lines.append("grace       sessions of the previous daemon are reconnecting, and nothing is evicted meanwhile")

@@ -266,7 +266,7 @@ class Service:
             acquire=self._answers.acquire,
             errors=dict(self._answers.errors),
             drops=dict(self._answers.drops),
-            door_refused=dict(self._handshake.refused),
+            handshakes_refused=dict(self._handshake.refused),
             connections=self._request_socket.figures(),
             integrity=self._admin_ops.integrity,
             http=self._http.figures() if self._http else None,

@@ -182,8 +182,6 @@ def _namespaces(namespaces: Sequence[status.Namespace]) -> Iterator[Metric]:
     unlimited = {each.id: each.hit_blocks + each.lost_blocks for each in shown}
     doc = "Estimated blocks that lookups would have found if nothing had ever been evicted"
     yield _counter("unlimited_hit_blocks", doc, unlimited, "namespace")
-    doc = "Deprecated, removed in 0.3: use kvcache_hit_bytes_total; engines loaded kvcache_engine_copied_bytes_total"
-    yield _counter("loaded_bytes", doc, {each.id: each.hit_bytes for each in shown}, "namespace")
 
 
 def _lookups(figures: Status) -> Iterator[Metric]:

@@ -135,7 +135,7 @@ function show({ status, now, host, answered }) {
     ["process", `pid ${daemon.pid}, up ${duration(daemon.uptime_s)}`], ["region", `${daemon.region}, ${size(daemon.region_bytes)}`],
     ["locked into memory", daemon.locked ? "yes" : "no"], ["messages", count(daemon.messages)],
     ["errors answered", counts(daemon.errors, "none")], ["replies not delivered", counts(daemon.drops, "none")],
-    ["handshakes refused", counts(daemon.door_refused, "none")],
+    ["handshakes refused", counts(daemon.handshakes_refused, "none")],
     ["integrity", `${count(daemon.integrity.checks)} checks, ${count(daemon.integrity.failures)} failures`], ["API", data.api],
   ]);
   const level = id("level");

@@ -115,7 +115,7 @@ def test_an_odd_answer_is_a_miss(slots: bytes) -> None:
 
 
 @pytest.mark.parametrize(("divergence", "good"), [(6, True), (7, False), (-1, False), (0, True)])
-def test_a_lookup_brings_the_junction(divergence: int, good: bool) -> None:
+def test_a_lookup_returns_the_divergence(divergence: int, good: bool) -> None:
     """It is within what was asked for."""
     daemon, namespace = joined(FULL, WINDOW)
     daemon.reply = Acquired(1, 0, 0, 0, b"", divergence=divergence)
@@ -123,7 +123,7 @@ def test_a_lookup_brings_the_junction(divergence: int, good: bool) -> None:
     assert (lease.failed, lease.divergence) == (not good, divergence if good else 0)
 
 
-def test_a_junction_lies_above_what_is_cached() -> None:
+def test_a_divergence_lies_above_what_is_cached() -> None:
     daemon, namespace = joined(FULL, WINDOW)
     daemon.reply = Acquired(1, 0, 0, 0, b"", 3, divergence=3)
     assert namespace.acquire(names(6)).failed and daemon.odd
