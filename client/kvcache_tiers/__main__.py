@@ -1,6 +1,6 @@
 """`python -m kvcache_tiers`: run one tier; `kvcache-server tier` does the same.
 
-Its URL is an argument, or is in $KVCACHE_TIER_URL, where `ps` does not show it.
+The URL is an argument or, to hide it from `ps`, in $KVCACHE_TIER_URL.
 """
 
 from __future__ import annotations
@@ -19,33 +19,33 @@ from kvcache_proto.errors import ClientError, ConfigError, KVCacheError, NotPerm
 from kvcache_proto.messages import SECOND, WRITE_POLICIES
 from kvcache_tiers.process import RESTART, STOP_SECONDS, URL, TierProcess
 
-MOST_FILES = 1 << 18  # more would take long to close
-OOM_SCORE = 500  # the kernel kills a tier before an engine and the daemon, whose score may be -900: a tier comes back
+MOST_FILES = 1 << 18  # closing more would take too long
+OOM_SCORE = 500  # the kernel kills a tier, which is restarted, before an engine or the daemon (which may have -900)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="kvcache-server tier")
-    parser.add_argument("url", nargs="?", help=f"as in disk:/var/cache/kvcache?size=500GiB; else ${URL} has it")
+    parser.add_argument("url", nargs="?", help=f"such as disk:/var/cache/kvcache?size=500GiB (default: ${URL})")
     parser.add_argument("--endpoint")
-    parser.add_argument("--name", help="the URL's scheme if it is left out")
+    parser.add_argument("--name", help="name of the tier (default: the URL's scheme)")
     parser.add_argument("--writes", choices=WRITE_POLICIES, default=SECOND)
-    parser.add_argument("--child", action="store_true", help="end when standard input ends")
-    given = parser.parse_args()
+    parser.add_argument("--child", action="store_true", help="exit when standard input is closed")
+    args = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s")
     logging.raiseExceptions = False  # no process reads the log of a tier whose daemon was killed
     signal.pthread_sigmask(signal.SIG_SETMASK, ())  # the daemon's threads block signals
     _be_killed_first()
     try:
-        url = given.url or os.environ.get(URL, "")
+        url = args.url or os.environ.get(URL, "")
         if not url:
-            raise ConfigError(f"no URL, neither as an argument nor in ${URL}")
+            raise ConfigError(f"no URL: pass it as an argument or in ${URL}")
         _, files = resource.getrlimit(resource.RLIMIT_NOFILE)
         files = min(files, MOST_FILES) if files >= 0 else MOST_FILES
-        resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))  # a large folder has thousands
-        process = TierProcess(url, given.endpoint, given.name or url.partition(":")[0], given.writes)
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda *_: _stop(process))
-        if given.child:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))  # a large folder has thousands of files
+        process = TierProcess(url, args.endpoint, args.name or url.partition(":")[0], args.writes)
+        for signum in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(signum, lambda *_: _stop(process))
+        if args.child:
             threading.Thread(target=_watch_parent, args=(process,), daemon=True).start()
         status = process.run()
     except KVCacheError as error:
@@ -65,11 +65,11 @@ def _be_killed_first() -> None:
 
 
 def _stop(process: TierProcess) -> None:
-    """Let the process end: by itself, or after some seconds, even if the store does not answer."""
+    """Stop the tier; after STOP_SECONDS, end the process even if the store does not answer."""
     process.stop()
-    last = threading.Timer(STOP_SECONDS, os._exit, (1,))
-    last.daemon = True
-    last.start()
+    timer = threading.Timer(STOP_SECONDS, os._exit, (1,))
+    timer.daemon = True
+    timer.start()
 
 
 def _watch_parent(process: TierProcess) -> None:

@@ -68,7 +68,7 @@ def test_a_breaker_that_opened_is_told_at_once(
 def test_what_was_counted_is_told_now_and_then(
     daemon: Any, connect: Connect, until: Until, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(supervisor, "REPORT_EVERY", 0.02)
+    monkeypatch.setattr(supervisor, "REPORT_SECONDS", 0.02)
     session = connect()
     session.daemon.count("probes_late", 3)
     until(lambda: told(daemon, "probes_late") == 3, "what it counted")
@@ -79,7 +79,7 @@ def test_what_was_counted_is_told_now_and_then(
 def test_others_in_the_process_have_their_counts_told_too(
     daemon: Any, connect: Connect, until: Until, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(supervisor, "REPORT_EVERY", 0.02)
+    monkeypatch.setattr(supervisor, "REPORT_SECONDS", 0.02)
     session, counts = connect(), Counters()
     counts.add("loaded_bytes", 1 << 40)
     session.add_counts(counts.snapshot)

@@ -150,7 +150,7 @@ def test_a_reset_that_keeps_the_weights_keeps_what_is_cached(
     assert engine.ask("reset", running=True, connector=True)["reset"]
     assert engine.generate(*prompts) == reference(prompts)
     assert hits(daemon, "kept") - before == 8
-    assert engine.log.count("the checkpoint is what it was") == 1
+    assert engine.log.count("the checkpoint is unchanged") == 1
 
 
 @pytest.mark.long  # an engine would fail

@@ -35,7 +35,7 @@ def test_only_pages_that_are_ready_are_used_and_nothing_is_evicted_for_others() 
     cache.pool.grow(10 * PAGES)
     assert engine.store(chain("a", 6)) == [Refusal.PRESENT] * 4 + [Refusal.GRANTED] * 2
     cache.pool.grow(7 * PAGES)  # late news change nothing
-    survey = cache.survey()
+    survey = cache.memory_figures()
     assert (survey.used_bytes, survey.free_bytes) == (6 * 65536, cache.capacity - 6 * 65536)
     cache.pool.grow(cache.geometry.pages)
     blocks = cache.pool.blocks_of(65536)

@@ -155,8 +155,8 @@ class Host:
         reply = self.cache.handle(self.engine.session, m.Acquire(1, b"", self.engine.namespace, hashes_of), now)
         assert isinstance(reply, m.Acquired) and reply.hits == 2
         self.reply = reply
-        said = self.tiering.said(self.group, hashes_of, reply.hits, reply.pending, now)
-        return lambda: [facts for each in said for facts in each.told(now)]
+        said = self.tiering.explain_misses(self.group, hashes_of, reply.hits, reply.pending, now)
+        return lambda: [facts for each in said for facts in each.tier_runs(now)]
 
 
 def told(*cause: Any, **facts: Any) -> TierRun:
@@ -275,7 +275,7 @@ def test_blocks_that_come_for_another_request_are_those_of_both() -> None:
     said = host.look_up(12)
     assert said() == [told("disk", "asked", 2, 5)]
     hashes_of = hashes([*chain("p", 4), *chain("q", 4)])
-    (other,) = host.tiering.said(host.group, hashes_of, 2, 0, host.now)
+    (other,) = host.tiering.explain_misses(host.group, hashes_of, 2, 0, host.now)
     assert (other.first, other.blocks) == (2, 2), "and of one that goes on otherwise, the first ones"
 
 

@@ -29,7 +29,7 @@ def test_subscribers_receive_topics_by_prefix(seed: int) -> None:
             plain[name].clear()
         assert len(topics) == len(set().union(*plain.values()))
         for said in some:
-            heard = topics.of(said)
+            heard = topics.subscribers_of(said)
             assert sorted(heard) == [each for each in "abc" if any(said.startswith(t) for t in plain[each])]
     for name in "abc":
         topics.leave(name)
@@ -41,7 +41,7 @@ def test_a_subscriber_with_too_many_topics_must_leave() -> None:
     topics.add("other", b"0")
     assert [topics.add("a", b"%d" % number) for number in (0, 1, 2, 2, 3)] == [None, None, None, None, "a"]
     assert topics.leave("a") == 4
-    assert topics.of(b"0") == ["other"]
+    assert topics.subscribers_of(b"0") == ["other"]
 
 
 def test_if_all_have_too_many_topics_the_one_with_most_must_leave() -> None:

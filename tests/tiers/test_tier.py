@@ -242,7 +242,7 @@ def test_a_tier_that_hangs_is_killed(start_daemon: StartDaemon, url: str, tmp_pa
     wait_open(daemon)
     stopped = pid_of_the_tier(daemon)
     os.kill(stopped, signal.SIGSTOP)
-    wait_for(lambda: "killed, because it has asked for no work" in daemon.log, "the end of the process that hangs")
+    wait_for(lambda: "killed, because it has not requested jobs" in daemon.log, "the end of the process that hangs")
     wait_open(daemon)
     assert pid_of_the_tier(daemon) != stopped
 
@@ -275,7 +275,7 @@ else:
     save_below(daemon, engine, names)
     hang.touch()
     assert engine.load(names) == 0
-    wait_for(lambda: "killed, because it has asked for no work, or ended none" in daemon.log, "its end")
+    wait_for(lambda: "killed, because it has not requested jobs, or finished none" in daemon.log, "its end")
     hang.unlink()
     wait_for(lambda: all_is_free(daemon), "free slots")
     engine.load_all(names)

@@ -21,7 +21,7 @@ class CopyError(ServerError):
 
 
 class Unsupported(CopyError):
-    """A kind of memory that this version cannot copy from."""
+    """This version cannot copy from this kind of memory."""
 
 
 class Memory(Protocol):
@@ -34,7 +34,7 @@ class Memory(Protocol):
     @property
     def bytes(self) -> int: ...
     @property
-    def present(self) -> int: ...  # bytes, from the first one on, that are in memory: the rest must not be touched yet
+    def present(self) -> int: ...  # bytes in memory, from the first one on; the rest must not be touched yet
 
 
 class Scratch:
@@ -49,35 +49,35 @@ class Scratch:
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """Blocks to copy, one way: n device blocks, and the n offsets in the region at which their bytes begin."""
+    """Blocks to copy in one direction: n device blocks, and the n byte offsets in the region at which they begin."""
 
     region: Memory  # the job keeps it mapped
     blocks: npt.NDArray[np.int64]
     offsets: npt.NDArray[np.int64]
     # Called once, on the thread that sees the end, after the last byte has moved or `error` is set.
     ended: Callable[[Job], None]
-    runs: Runs | None = None  # translates offsets from the region's end on: blocks that lie in several runs of pages
-    error: str = ""  # why not all bytes have arrived
+    runs: Runs | None = None  # translates offsets beyond the region's end, for blocks in several runs of pages
+    error: str = ""  # the reason that not all bytes were copied
     seconds: float = 0.0  # duration of the copy itself
     layout: int = 0  # number of the device's layout of a block
-    section: int = 0  # of a load: the section of each block that is copied, from 1 on; 0 for the whole block
-    # Of a load: queue it on the device, which takes the engine's time, only in `start`, `hold` or the next load. It
-    # waits for work that was submitted before `load`, as all loads do.
+    section: int = 0  # a load may copy one section of each block, numbered from 1; 0 for the whole block
+    # Queue a load on the device, which takes the engine's time, only in `start`, `hold` or the next load. Like all
+    # loads, it waits for work that was submitted before `load`.
     later: bool = False
     saves: bool = field(default=False, init=False)
-    cancelled: bool = field(default=False, init=False)  # it never began: its blocks were given away; `error` is set
-    direct: bool = field(default=True, init=False)  # no thread had to carry its bytes
+    cancelled: bool = field(default=False, init=False)  # it never began: its blocks were reassigned; `error` is set
+    direct: bool = field(default=True, init=False)  # no host thread copied its bytes
 
     def cancel(self) -> None:
         self.cancelled, self.error = True, "its blocks were given away before the copy began"
 
     def pieces(self, offset: int, size: int) -> list[tuple[int, int]]:
-        """Return the places in the region of `size` bytes from one of the offsets on, in order: offsets and sizes."""
+        """Return the pieces of the region, as offsets and sizes, that hold the `size` bytes from `offset` on."""
         return [(offset, size)] if self.runs is None else self.runs.pieces(offset, size)
 
     @property
     def end(self) -> int:
-        """The end of the offsets, translated ones included."""
+        """The upper bound of the offsets, translated ones included; exclusive."""
         if self.runs is None:
             return self.region.bytes
         return int(self.runs.begins[-1] + self.runs.sizes[-1])
@@ -86,32 +86,32 @@ class Job:
 class Device(abc.ABC):
     """Copies in the background, in the order of submission in each direction. Called from one thread.
 
-    Methods that return at once here are for kinds of devices that need them.
+    Methods with a `return` here are optional.
     """
 
-    registration: Any = None  # the memory that is page-locked for this device, if its kind needs that
+    registration: Any = None  # stands for the memory that is page-locked, if the device needs that
 
     @abc.abstractmethod
     def register(self, region: Memory) -> None:
-        """Prepare `region` for copies, and release the one before; on another thread if that takes long.
+        """Prepare `region` for copies, and release the previous one; on another thread if that takes long.
 
-        Copies need not wait for it: they are slower until then.
+        Copies need not wait for this: they are only slower before it ends.
         """
 
     def adopt(self, registration: Any, owned: bool = True) -> None:
-        """Use this registration, of the same kind of device, from now on. No job may be running.
+        """Use a registration for the same kind of device from now on. No job may be running.
 
-        If it is not `owned`, another device closes it, after this one.
+        Another device closes it, after this one, unless it is `owned`.
         """
         return
 
     @abc.abstractmethod
     def registered(self) -> tuple[bool, int]:
-        """Return whether registration is over, and the number of the region's bytes that copies reach directly."""
+        """Return two values: True once registration is over, and the bytes of the region that are copied directly."""
 
     @abc.abstractmethod
     def save(self, job: Job) -> None:
-        """Copy device blocks to the region, as they are after all work that was submitted to the device before."""
+        """Copy device blocks to the region, after all work that was submitted to the device before."""
 
     @abc.abstractmethod
     def load(self, job: Job) -> None:
@@ -119,13 +119,13 @@ class Device(abc.ABC):
 
     @abc.abstractmethod
     def start(self, job: Job) -> None:
-        """Queue a load that was to be queued `later`, and those before it."""
+        """Queue a load that has been put off by `later`, and earlier ones."""
 
     @abc.abstractmethod
     def hold(self, job: Job) -> None:
         """Keep work that is submitted from now on waiting until `job`, a load, has filled its blocks.
 
-        The device waits, not the caller, unless a thread has to carry the bytes.
+        The device waits, not the caller, unless host threads copy the bytes.
         """
 
     @abc.abstractmethod
@@ -136,16 +136,16 @@ class Device(abc.ABC):
         """
 
     def enter_step(self) -> None:
-        """The engine begins a step: do not occupy the device's driver until `leave_step`, and until the device has done
-        the step's work. From the first step on, prepare only memory that a copy has requested."""
+        """Stay off the device's driver until `leave_step`, and until the device has done the work of the step that the
+        engine begins now. From the first step on, prepare only memory that a copy has requested."""
         return
 
     def leave_step(self) -> None:
-        """The engine has submitted all of a step, or nearly all of it."""
+        """Note that the engine has submitted a step's work to the device, or nearly all of it."""
         return
 
     def poll(self) -> None:
-        """Notice jobs that have ended, if the device has no thread that does. Never waits."""
+        """Process jobs that have ended, if the device has no thread for this. Never waits."""
         return
 
     @abc.abstractmethod
@@ -154,26 +154,26 @@ class Device(abc.ABC):
 
     @abc.abstractmethod
     def peek(self, address: int, size: int) -> bytes:
-        """Return bytes of the device's memory, by its simplest means. Waits for all work submitted before."""
+        """Return `size` bytes of the device's memory, in the simplest way. Waits for all work submitted before."""
 
     @abc.abstractmethod
     def poke(self, address: int, data: bytes) -> None:
-        """Write bytes to the device's memory, likewise."""
+        """Write bytes to the device's memory, in the same way."""
 
     @abc.abstractmethod
     def drain(self, seconds: float) -> bool:
-        """Wait for running jobs; return whether all have ended. It does not start `later` jobs."""
+        """Wait at most `seconds` for running jobs; return True if all have ended. Does not start `later` jobs."""
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Stop. Jobs that have not begun end with an error; waits for the one being copied."""
+        """Stop after the copy in progress. Jobs that have not begun end with an error."""
 
 
 def open_device(
     kind: str, fragments: Sequence[Fragment], num_blocks: int, keep: Sequence[Any] = (), ends: Sequence[int] = ()
 ) -> Device:
-    """Return the device for tensors on `kind`, such as "cpu". `keep` is referenced as long as the device exists: the
-    tensors. `ends` are the ends of a block's sections in its slot, if it has any.
+    """Return the device for tensors on `kind`, such as "cpu". It holds references to the tensors, `keep`. `ends` are
+    the ends of a block's sections in its slot, in bytes, if it has any.
 
     Raises Unsupported for a kind that this version cannot copy from, CopyError if a supported device does not work,
     ConfigError for a wrong setting in the environment.

@@ -1,6 +1,6 @@
 """The namespace in which one engine shares its blocks, and how a reset of the engine's cache changes it.
 
-A reset may come with new weights, and a namespace names the weights. Other engines stay in their namespaces.
+After a reset, the engine may have other weights, and these are part of a namespace's identity.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from kvcache_proto.types import NamespaceSpec
 logger = logging.getLogger("vllm.kvcache.scheduler")
 
 
-PATIENCE = 1.0  # seconds that requests wait for the digest; then they are served without the cache until it is known
+PATIENCE = 1.0  # seconds that requests wait for the digest, or for ranks to join, before they skip the cache
 
 
 class CheckpointReading:
-    """One reading of the engine's checkpoint after a reset of its cache, beside the engine's steps.
+    """Reads the engine's checkpoint once, in the background, after a reset of the engine's cache.
 
     It begins when the engine has requests again: an engine is reset before it sleeps, and may wake with other files.
-    `found` is the digest: None until it is known, "" if it cannot be read.
+    `found` is the digest: None until it is known, "" if the checkpoint cannot be read.
     """
 
     def __init__(self, digest: Callable[[], str]) -> None:
@@ -36,13 +36,13 @@ class CheckpointReading:
         self.found: str | None = None
 
     def waits(self, now: float) -> bool:
-        """Begin if not begun yet; return whether requests are to wait for the digest."""
+        """Begin, at the first call; return True if requests are to wait for the digest."""
         if not self._until:
             self._until = now + PATIENCE
-            threading.Thread(target=self._look, name="kvcache-checkpoint", daemon=True).start()
+            threading.Thread(target=self._read, name="kvcache-checkpoint", daemon=True).start()
         return now < self._until
 
-    def _look(self) -> None:
+    def _read(self) -> None:
         began = time.monotonic()
         try:
             self.found = self._digest()
@@ -53,6 +53,8 @@ class CheckpointReading:
 
 
 class Membership:
+    """The namespace of one engine, and the ranks that have joined it."""
+
     def __init__(
         self,
         session: CacheSession,
@@ -62,77 +64,75 @@ class Membership:
         events: EngineEvents | None,
         joining: Collection[int] = (),
     ) -> None:
-        """`checkpoint` returns the present value of the spec's `checkpoint`; "" if that is not known."""
+        """`checkpoint` returns the present value of the spec's `checkpoint`, "" if unknown. `joining` are ranks."""
         self._session, self._on_reset, self._events = session, settings.on_reset, events
         self._ceiling = settings.num_cpu_blocks * sum(group.block_bytes for group in spec.groups)
         self.namespace: CacheNamespace = session.attach(spec, (), self._ceiling)
-        self.announced: NamespaceSpec | None = spec  # which the ranks are to join with the next plan
-        self.unsettled = False  # whether it is unknown, after a reset, which weights the engine has
+        self.announced: NamespaceSpec | None = spec  # the ranks are to join it with the next plan
+        self.weights_unknown = False  # after a reset, until the checkpoint has been compared
         self.lost = False  # whether it could not join a namespace after a reset, and shares nothing any more
-        self.joining = set(joining)  # ranks that have not joined yet, because they cannot before a plan names it
+        self.joining = set(joining)  # ranks that have not joined yet: they can only after the first plan
         self._joined_by = 0.0
-        self.declined: dict[int, str] = {}  # the reason, by rank, of those that take no part in the cache
+        self.declined: dict[int, str] = {}  # by rank that takes no part in the cache, the reason
         self._read_checkpoint, self._weights_of = checkpoint, spec.identity.get("checkpoint", "")
         self._reading: CheckpointReading | None = None
         self._resets = 0
 
     @property
     def shares(self) -> bool:
-        """Whether the blocks of this engine are those of the namespace."""
-        return not (self.lost or self.declined or self.unsettled)
+        """Whether the engine's blocks are valid in the namespace, and all ranks take part."""
+        return not (self.lost or self.declined or self.weights_unknown)
 
     def waits(self, now: float) -> bool:
-        """Return True if requests are to wait a little: for ranks to join, or until the engine's weights are known."""
+        """Return True if requests are to wait briefly, for ranks to join or until the engine's weights are known."""
         if self.joining and self._session.up:
             self._joined_by = self._joined_by or now + PATIENCE
             return now < self._joined_by
-        return self._reading is not None and self._reading.waits(now) and not self.settle()
+        return self._reading is not None and self._reading.waits(now) and not self.compare_weights()
 
     def ranks_declined(self, changed: Mapping[int, str]) -> bool:
-        """Note the ranks that take no part, with the reason; "" for one that does again. Return whether the engine
-        shares nothing from now on.
+        """Note each rank's reason to take no part, "" if it does again. Return True if the engine stops sharing now.
 
-        A block is whole with the shards of all ranks: while one takes no part, the engine looks nothing up and saves
-        nothing.
+        A block needs the shards of all ranks: while one takes no part, the engine looks nothing up and saves nothing.
         """
         self.joining.difference_update(changed)
         before = bool(self.declined)
-        self.declined = {rank: why for rank, why in {**self.declined, **changed}.items() if why}
+        self.declined = {rank: reason for rank, reason in {**self.declined, **changed}.items() if reason}
         if self.declined and not before:
-            rank, why = min(self.declined.items())
-            logger.error("this engine runs without the KV cache server: rank %d takes no part: %s", rank, why)
+            rank, reason = min(self.declined.items())
+            logger.error("this engine runs without the KV cache server: rank %d takes no part: %s", rank, reason)
         elif before and not self.declined:
             logger.info("every rank takes part again: this engine uses the KV cache server")
         return bool(self.declined) and not before
 
-    def settle(self) -> bool:
-        """Return True if it is known which weights the engine has; act on it if it has just become known."""
+    def compare_weights(self) -> bool:
+        """Return True if the engine's weights are known; if they have just become known, move if they have changed."""
         if self._reading is None:
             return True
         found = self._reading.found
         if found is None:
             return False
-        self._reading, self.unsettled = None, False
+        self._reading, self.weights_unknown = None, False
         if found and found == self._weights_of:
-            logger.info("cache reset: the checkpoint is what it was, namespace %s is kept", self.namespace.id)
+            logger.info("cache reset: the checkpoint is unchanged, namespace %s is kept", self.namespace.id)
             return True
         self._weights_of = found
         return self._move(self.namespace.spec.with_unnamed_weights())
 
     def reset(self) -> bool:
-        """Continue according to `on_reset`; return whether the engine still shares blocks."""
+        """Apply `on_reset` after a reset of the engine's cache; return True if the engine still shares blocks."""
         self._resets += 1
         if self._on_reset == "keep":
-            self._reading, self.unsettled = CheckpointReading(self._read_checkpoint), True
+            self._reading, self.weights_unknown = CheckpointReading(self._read_checkpoint), True
             return True
-        # A version names one state of the weights, and the engine leaves that with its next reset.
+        # A version stands for one state of the weights, which the next reset ends.
         spec, named = self.namespace.spec, self._on_reset != "new" and self._resets == 1
         return self._move(spec.with_weights(self._on_reset) if named else spec.with_unnamed_weights())
 
     def _move(self, spec: NamespaceSpec) -> bool:
         """Leave the namespace for `spec`, the namespace of other weights."""
         try:
-            # The engine's steps wait for this call: if the daemon is slow to answer, the namespace is joined later.
+            # Without waiting, because the engine's steps wait for this call: it is attached when the daemon answers.
             left, self.namespace = self.namespace, self._session.attach(spec, (), self._ceiling, wait=False)
             self._session.detach(left)
         except KVCacheError as error:

@@ -1,4 +1,4 @@
-"""One engine's decisions: which blocks each step loads and saves. No tensor, no socket; the clock is given."""
+"""Decides, for one engine, which blocks each step loads and saves. Uses no tensors or sockets; its clock is given."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ logger = logging.getLogger("vllm.kvcache.scheduler")
 class Scheduler:
     """Called only by the engine's scheduler thread; never raises because of the daemon.
 
-    `events` are the changes of the blocks that the engine may load from the cache, if these are to be reported.
+    `events` are changes of the blocks that the engine may load; None unless the engine reports them.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Scheduler:
             )
         self._timing = Eager()
         if settings.save_mode == "lazy" and engine.evicted_next is not None:
-            # The blocks that the next step may give away, and as many again: a save takes a step.
+            # Twice the blocks that a step may evict: a save takes a step.
             ahead = 2 * engine.step_tokens // engine.block_tokens
             self._timing = Lazy(group, ahead, engine.evicted_next, engine.hash_of, counters)
         demand = Demand(group, settings.min_hits)
@@ -74,7 +74,7 @@ class Scheduler:
         self._canaries = Canaries(group, settings.canary_every if group.has_full else 0, block_bytes)
         self._summary = Summary(lambda line: logger.info("engine %s, %s", session.engine, line), counters.snapshot)
         self._requests = Requests(engine.tables)
-        # Device blocks that ranks read, or fill for a request that already runs, until they are given away.
+        # Device blocks that ranks read, or fill for a request that already runs, until they are reassigned.
         self._being_read: set[int] = set()
         self._step = 0
         session.add_counts(counters.snapshot)
@@ -89,9 +89,9 @@ class Scheduler:
     def matched_tokens(self, request: RequestView, computed: int) -> tuple[int | None, bool]:
         """Return the number of cached tokens beyond the `computed` ones, and whether they are loaded asynchronously.
 
-        (None, False): to be retried. Blocks are being written that are worth a short wait, running loads use up this
-        engine's pin quota, another request's load brings most of the blocks that this one would load, or the engine
-        could wait forever for the device blocks that it would hold.
+        (None, False) means "retry later": other sessions are writing blocks that are worth a short wait, running loads
+        use up this engine's pin quota, another request is loading most of the blocks, or the engine could wait forever
+        for the device blocks that this load would hold.
         """
         state = self._track(request)
         tokens, is_load = self._match(state, computed)
@@ -147,7 +147,7 @@ class Scheduler:
     def _is_worth_waiting(
         self, state: RequestState, lookup: LookupResult, computed: int, limit: int, now: float
     ) -> bool:
-        """Whether more blocks come, from a writer, a lease that ends, or a tier, sooner than they can be computed."""
+        """Whether a writer, an ending lease or a tier provides more blocks before they could be computed."""
         lease, tokens = lookup.lease, self._group.slot_tokens
         if coming := lease.pending + lease.withheld:
             wanted = min(lease.hits + coming, limit) * tokens
@@ -162,14 +162,14 @@ class Scheduler:
         return end > begin and self._lookups.waits_for_tier(state, lookup, self.gate.patience(begin, end), now)
 
     def _no_lookup(self, state: RequestState, computed: int, now: float) -> str:
-        """Return the reason that a request is not looked up, "" if it is."""
+        """Return the reason that no blocks are looked up for a request; "" if they are."""
         if not self._engine.loads or self._membership.lost:
             return "not_wanted"
         if self._membership.declined or self._membership.joining:
             return "rank"
         if state.request.uncacheable:
             return state.request.uncacheable
-        if state.barred or not self._membership.settle():
+        if state.barred or not self._membership.compare_weights():
             return "weights"
         if state.load_failed:
             return "load_failed"
@@ -192,7 +192,7 @@ class Scheduler:
     # Loads.
 
     def allocated(self, request: RequestView, tables: BlockTables, external: int) -> None:
-        """Note that `request` has the device blocks in `tables`; `external` tokens of them are to be loaded."""
+        """Note that `request` has the device blocks in `tables`, and that `external` of its tokens are to be loaded."""
         state = self._track(request)
         state.tables = [list(table) for table in tables]
         if request.hint is not None and self._may_hint:
@@ -215,7 +215,7 @@ class Scheduler:
         self._load(state, external)
 
     def _load(self, state: RequestState, external: int) -> None:
-        """Begin the load that the engine waits for in any case: without a lease, it is a load that fails."""
+        """Begin the load that the engine waits for; without a lease, the load fails."""
         request, group, start = state.request, self._group, state.start
         lookup, count = self._lookups.take(state), external // group.block_tokens
         lease, jobs, ranks = lookup.lease if lookup is not None else None, [], 0
@@ -234,8 +234,8 @@ class Scheduler:
         state.loading = True
 
     def _overlaps(self, state: RequestState, lookup: LookupResult, external: int) -> bool:
-        """Return True if a request is to be computed while it loads: its engine has nothing else to do, and nothing,
-        such as a checksum, can fail once the load has begun."""
+        """Return True if a request is to be computed while it loads: its engine is otherwise idle, and no check, such
+        as a checksum, can fail once the load has begun."""
         if self._group.suffixes or lookup.sums or len(self._loads) or self._loads.are_coming:
             return False
         begin = state.start * self._group.block_tokens
@@ -244,9 +244,9 @@ class Scheduler:
         return not any(other.tables[0] for other in self._requests if other is not state)
 
     def ended(self, received: Sequence[str], invalid: set[int], failed: Collection[str] = ()) -> None:
-        """Note that every rank has ended the loads of `received`.
+        """Note that the loads of the requests `received` have ended on every rank.
 
-        Device blocks `invalid` did not arrive; for the requests `failed`, not all blocks did.
+        The device blocks `invalid` were not filled. Loads of the requests `failed` are incomplete.
         """
         now = self._clock()
         if invalid or failed:
@@ -267,7 +267,7 @@ class Scheduler:
         self._summary.copied(counts)
 
     def reported(self, report: Report) -> None:
-        """Take the ranks' report on a step, which has ended on all of them."""
+        """Process the ranks' report on a step that has ended on all ranks."""
         costs = self.gate.costs
         costs.ended(report.timed, self._clock())
         if report.declined and self._membership.ranks_declined(report.declined):
@@ -292,8 +292,8 @@ class Scheduler:
     ) -> StepPlan:
         """Return the ranks' jobs for `step`. Called once per schedule.
 
-        `states` are those at boundaries that the step makes, by request: (the engine's group, device block, tokens).
-        `written` are device blocks that it writes to before it computes, whether or not they belong to a request.
+        `states` are the states at boundaries that the step makes, by request: (engine's group, device block, tokens).
+        `written` are device blocks that the step writes to before it computes, even if they belong to no request.
         """
         self._step += 1
         self._lookups.spent = 0.0
@@ -305,22 +305,22 @@ class Scheduler:
             self.gate.costs.load_began(request, tokens, now)
         timed = self.gate.costs.step(self._step, step, now, learns=not self._loads.are_coming)
         membership, requests = self._membership, self._requests
-        if membership.unsettled:
-            membership.settle()
+        if membership.weights_unknown:
+            membership.compare_weights()
         if self._notes.entries:
             self._send_notes()
         if not (requests or self._saves.waiting or self._canaries.due or requests.finished or membership.announced):
             return StepPlan(self._step, timed=True) if timed else NOTHING
         loads = self._loads.take_jobs() if self._loads.jobs else []
-        # Device blocks that get other contents with the step.
+        # Device blocks whose contents the step replaces.
         given = [*requests.follow(step), *written, *(block for load in loads for block in load.blocks)]
         self._timing.given(given)
-        # An idle step may be the last one before the engine sleeps: it waits a little for a healthy daemon, and leaves
-        # no answer behind that no step would take.
+        # An idle step may be the last one before the engine sleeps: it waits briefly for the answers of a healthy
+        # daemon, because no later step might take them.
         wait = None if step.tokens else self._session.deadline if self._session.up else 0.0
         saves = self._saves.answers(given, wait) if self._saves.waiting else []
         checks = self._canaries.take() if self._canaries.due else []
-        # No reservations in a namespace that the ranks do not know yet; they know the first one by themselves.
+        # Reserve nothing in a namespace that the ranks do not know yet; they know the first one from the start.
         saving = (membership.announced is None or self._step == 1) and self._may_save
         self._advance(step, saving)
         if saving:
@@ -334,7 +334,7 @@ class Scheduler:
             self._lookups.give_back_idle(self._step)
         guarded = self._guarded(given, [*saves, *checks])
         for load in loads:
-            if load.layered:  # a request that is aborted gives its blocks away while they are being filled
+            if load.layered:  # the blocks of an aborted request may be reassigned while they are being filled
                 self._being_read.update(load.blocks)
         finished = requests.take_finished(self._saves.concerned()) if requests.finished else []
         if not (saves or loads or guarded or finished or checks or membership.announced or timed):
@@ -344,14 +344,14 @@ class Scheduler:
         return plan
 
     def _advance(self, step: StepView, saving: bool) -> None:
-        """Note each request's computed tokens at the end of `step`: full blocks are saved, due ones are compared."""
+        """Note each request's computed tokens at the end of `step`: save full blocks, and compare due canaries."""
         requests, scheduled, slot_tokens = self._requests, step.scheduled, self._group.slot_tokens
         for request_id, before in zip(step.running, step.computed, strict=True):
             if (state := requests.get(request_id)) is not None:
                 computed = before + scheduled[request_id]
                 if state.canary is not None:
                     self._canaries.computed(state, computed)
-                if saving and computed // slot_tokens > state.progress.saved:  # few tokens fill a block
+                if saving and computed // slot_tokens > state.progress.saved:  # most steps fill no block
                     self._saves.ask(state, computed, before)
         for new in step.started:
             if (state := requests.get(new.request)) is not None:
@@ -362,7 +362,7 @@ class Scheduler:
                     self._saves.ask(state, computed, new.computed)
 
     def _guarded(self, given: list[int], jobs: Sequence[SaveJob | CheckJob]) -> list[int]:
-        """Return the blocks of `given` that a rank may still be reading for these `jobs` or for older ones."""
+        """Return the blocks of `given` that a rank may still be reading for `jobs`, or for earlier ones."""
         for job in jobs:
             self._being_read.update(job.blocks)
         if not self._being_read:
@@ -375,8 +375,8 @@ class Scheduler:
         """Save the blocks that a request's last step has filled; the engine may take them back at once."""
         if (state := self._requests.finish(request_id)) is None:
             return
-        # Saves may keep the request as long as the device has its blocks: without the engine's own object, unless
-        # events have to describe them.
+        # Saves may keep the request as long as the device has its blocks. So it drops the engine's own objects, unless
+        # events need them.
         if self.events is None:
             state.request = msgspec.structs.replace(state.request, key=None, token_ids=())
         self._lookups.forget(state)
@@ -400,10 +400,10 @@ class Scheduler:
     # The rest.
 
     def reset(self) -> bool:
-        """The weights may have changed: act according to `on_reset`. Return True if the engine still shares blocks.
+        """Apply `on_reset`, because the weights may have changed. Return True if the engine still shares blocks.
 
-        Requested jobs that have not begun are dropped: the device memory that they would read from may be unmapped
-        before the next step, because sleep resets first.
+        Drop requested jobs that have not begun: a reset may precede sleep, so that the device memory that they would
+        read may be unmapped before the next step.
         """
         self._saves.drop()
         self._timing.forget()
@@ -414,18 +414,18 @@ class Scheduler:
         return self._membership.reset()
 
     def doubt(self, adapters: Set[int]) -> None:
-        """The weights of LoRA adapters with these numbers may change: their running requests save nothing more."""
+        """Bar the running requests of these LoRA adapters, by number, because their weights may change."""
         for state in self._requests:
             if state.request.adapter in adapters:
                 self._bar(state)
 
     def _bar(self, state: RequestState) -> None:
-        """Neither save nor load blocks of a request until it is computed from its first token again."""
+        """Neither load nor save blocks of a request until it is computed again from its first token."""
         self._lookups.forget(state)
         state.barred, state.progress.saved, state.progress.retry_at, state.canary = True, 0, 0.0, None
 
     def close(self) -> None:
-        """Give back reservations that no rank has, and end the session."""
+        """Give back reservations that no rank has received, and end the session."""
         self._summary.close()
         self._saves.drop()
         self._session.close()
@@ -436,7 +436,7 @@ class Scheduler:
 
     @property
     def _may_save(self) -> bool:
-        """Whether a Reserve that is sent now can be answered; right after a reset the namespace is not joined yet."""
+        """Whether blocks can be reserved now: right after a reset, the namespace is not attached yet."""
         membership = self._membership
         if not membership.shares or membership.joining:
             return False
@@ -449,8 +449,8 @@ class Scheduler:
     def _track(self, request: RequestView) -> RequestState:
         if (state := self._requests.known(request)) is not None:
             return state
-        if (another := self._requests.get(request.id)) is not None:
-            self._lookups.forget(another)
+        if (former := self._requests.get(request.id)) is not None:
+            self._lookups.forget(former)
         state = self._requests.begin(request)
         if request.hint is not None or request.bad_hint:
             self._hints.begin(state)

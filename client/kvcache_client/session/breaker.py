@@ -1,4 +1,4 @@
-"""When to stop sending requests to an unhealthy daemon, and when to try again. Pure: the time is an argument."""
+"""Decides when to stop sending requests to an unhealthy daemon, and when to try again. Pure: time is an argument."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from collections.abc import Callable
 
 
 class Backoff:
-    """Delays that double from `first` to `longest` seconds, each with a jitter of up to a half.
+    """Delays that double from `first` to `longest` seconds, each randomly shortened by up to a half.
 
-    The jitter keeps the engines of a host from reconnecting all at once after a restart of the daemon.
+    This jitter keeps the engines of a host from reconnecting all at once after a restart of the daemon.
     """
 
     def __init__(self, first: float = 0.1, longest: float = 5.0, draw: Callable[[], float] = random.random) -> None:
@@ -31,8 +31,8 @@ class Backoff:
 class CircuitBreaker:
     """Opens after one missed deadline, so that an unhealthy daemon costs no more; a probe answered in time closes it.
 
-    While it is open, probes are due now and then. A breaker that opens again soon stays open longer, so that a daemon
-    that answers probes in time, but lookups too late, does not cost a deadline in every step.
+    While it is open, probes are due after the delays of a Backoff. If it soon opens again, it stays open longer: a
+    daemon that answers probes in time, but lookups too late, does not cost a deadline in every step.
     """
 
     def __init__(self, backoff: Backoff | None = None) -> None:
@@ -45,7 +45,7 @@ class CircuitBreaker:
         return self.probe_at is None
 
     def failed(self, now: float) -> bool:
-        """Note a missed deadline, and return whether it opened the breaker.
+        """Note a missed deadline. Return True if it opened the breaker.
 
         The first probe is due at once, or after the backoff if the last miss was recent.
         """
@@ -60,7 +60,7 @@ class CircuitBreaker:
         return True
 
     def answered(self) -> bool:
-        """Note an answer in time, and return whether it closed the breaker."""
+        """Note an answer in time. Return True if it closed the breaker."""
         opened, self.probe_at = self.probe_at is not None, None
         return opened
 
@@ -71,7 +71,7 @@ class CircuitBreaker:
             self.probe_at = now + self._backoff.next()
 
     def probe_due(self, now: float) -> bool:
-        """Return whether to probe now; if so, the next probe is delayed by the backoff."""
+        """Return True if a probe is due; the next one is then due after the backoff."""
         if self.probe_at is None or now < self.probe_at:
             return False
         self.probe_at = now + self._backoff.next()

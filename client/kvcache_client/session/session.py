@@ -27,15 +27,15 @@ from kvcache_proto.errors import RegionError, Unavailable
 from kvcache_proto.trust import server_uids
 from kvcache_proto.types import NamespaceSpec
 
-DEADLINE = 0.05
-CONNECT_TIMEOUT = 2.0
+DEADLINE = 0.05  # seconds
+CONNECT_TIMEOUT = 2.0  # seconds
 
 
 class Session:
-    """One attached process; its end, or the process's, ends all its grants.
+    """One attached process. Its grants end with the session, or with the process.
 
-    Made by `connect`, which needs a running daemon, or by `open`, which also works without one until it comes.
-    Thread-safe. Not for forked children: they get a ClientError and make their own.
+    `connect` needs a running daemon; `open` also works before there is one. A session is thread-safe. In a forked
+    child it raises ClientError: the child must make its own.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Session:
         servers: Sequence[int | str] | str = (),
         patient: bool = False,
     ) -> None:
-        """Not to be called: use `connect` or `open`."""
+        """Use `connect` or `open` instead."""
         self.endpoint = check_endpoint(endpoint) if endpoint else default_endpoint()
         self.engine, self.label = engine, label
         self._patient = patient
@@ -73,12 +73,12 @@ class Session:
         """Return a session with the daemon at `endpoint`.
 
         Args:
-            endpoint: `ipc:///path/to/kvcache.sock`; None takes KVCACHE_ENDPOINT or the default of this user.
+            endpoint: `ipc:///path/to/kvcache.sock`; None means KVCACHE_ENDPOINT or the default of this user.
             engine: the id that a scheduler and its ranks share.
-            label: shown for this process by `status`.
-            deadline: seconds that a lookup or a reservation may take; after one miss the breaker opens.
+            label: a name for this process, which `status` shows.
+            deadline: seconds that a lookup or a reservation may take; after one missed deadline the breaker opens.
             connect_timeout: seconds for connecting, and for each request off the fast path.
-            server_uids: users, by name or number, whose daemon may serve besides root's and this user's; none takes
+            server_uids: users, by name or number, whose daemons are trusted besides root's and this user's; () means
                 KVCACHE_SERVER_UIDS. Nothing is sent to another user's daemon, and NotPermitted names the user.
         Raises ConfigError, Unavailable, NotPermitted, VersionMismatch, RegionError.
         """
@@ -103,9 +103,9 @@ class Session:
         connect_timeout: float = CONNECT_TIMEOUT,
         server_uids: Sequence[int | str] | str = (),
     ) -> Session:
-        """Return a session, whether or not a daemon is there.
+        """Return a session, whether or not a daemon is running.
 
-        While there is none, lookups miss and the supervisor looks for one. Arguments as for `connect`. Raises only
+        Until one is, lookups miss and the session tries to connect. The arguments are those of `connect`. Raises only
         ConfigError.
         """
         session = cls(endpoint, engine, label, deadline, connect_timeout, server_uids, patient=True)
@@ -120,7 +120,7 @@ class Session:
 
     @property
     def region(self) -> Region | None:
-        """The mapped region; it stays when the daemon goes, until a next one has another region."""
+        """The mapped region; it stays mapped when the daemon ends, until a later daemon has another region."""
         return self._supervisor.region
 
     @property
@@ -134,7 +134,7 @@ class Session:
         return self.daemon.counters.snapshot()
 
     def add_counts(self, source: Callable[[], Mapping[str, int]]) -> None:
-        """Report the counts that `source` returns to the daemon, too; it is called on the supervisor's thread."""
+        """Also report the counts that `source` returns to the daemon; it is called on the supervisor's thread."""
         self._telemetry.add_counts(source)
 
     def attach(
@@ -152,9 +152,9 @@ class Session:
             ceiling_bytes: limit of the bytes that this engine's saves may occupy; 0 is no limit.
             wait: if False, return at once and raise only BadArgument: a refusal is logged and counted, and lookups miss
                 until the namespace is joined.
-            insist: do the same after the wait: `Namespace.refused` has the reason, and the next daemon is tried again.
-        Raises the daemon's refusals (GeometryMismatch, BadArgument) and, on a session made by `connect`, Unavailable; a
-        session made by `open` attaches when the daemon is there.
+            insist: raise nothing after the wait: `Namespace.refused` has the reason, and later daemons are tried.
+        Raises the daemon's refusals (GeometryMismatch, BadArgument) and, on a session made by `connect`, Unavailable;
+        then nothing has changed. A session made by `open` attaches as soon as there is a daemon.
         """
         self.daemon.check_process()
         namespace = Namespace(self.daemon, self._settlements, spec, tuple(shards), ceiling_bytes)
@@ -177,10 +177,10 @@ class Session:
         return slot.view(shard)
 
     def on_region(self, callback: Callable[[Region], None]) -> None:
-        """Call `callback` with each region that is mapped, the present one included.
+        """Call `callback` with the present region, if there is one, and with each later one.
 
-        A later one comes on the supervisor's thread, after a restart of the daemon with another region and before any
-        namespace is attached there.
+        For a later one, it is called on the supervisor's thread, after a restart of the daemon with another region and
+        before any namespace is attached there.
         """
         self._supervisor.on_region(callback)
 
@@ -192,7 +192,10 @@ class Session:
             raise Unavailable(f"the daemon's statistics cannot be read: {error}") from None
 
     def clear(self, namespace: str = "") -> int:
-        """Forget every visible block of the namespace with this id, or of all, and return their number."""
+        """Forget all visible blocks of the namespace with this id, or of all for "", and return their number.
+
+        Raises Unavailable, and the daemon's refusals.
+        """
         return self.daemon.ask(m.Clear(0, b"", namespace), m.Cleared).blocks
 
     # For tiers.
@@ -200,7 +203,7 @@ class Session:
     def poll_jobs(
         self, tier: str, batch_bytes: int, writes: str, writes_off: str = "", removals_off: str = ""
     ) -> m.Jobs:
-        """Return work for the tier `tier`, perhaps none, after half a second at most; the fields are those of PollJobs.
+        """Return jobs for the tier `tier`, perhaps none, after at most half a second. Arguments are fields of PollJobs.
 
         Raises Unavailable, and the daemon's refusals: NotPermitted for users other than its own.
         """
@@ -214,7 +217,7 @@ class Session:
         off: str = "",
         writes_off: str = "",
     ) -> None:
-        """Report the results of jobs, from any thread, without waiting; the fields are those of JobResults."""
+        """Report the results of jobs, from any thread, without waiting. The arguments are fields of JobResults."""
         report = m.JobResults(0, b"", list(exists), list(fetched), list(stored), off, writes_off)
         self.daemon.post(self.daemon.connection, report, "stale_reports")
 
@@ -232,8 +235,8 @@ class Session:
         try:
             if (connection := daemon.connection) is not None:
                 self._telemetry.report(connection, at_once=True)
-                # The last request in the queue: all before it are handled. Repeated for messages that those answers
-                # caused.
+                # When the last request in the queue is answered, all earlier ones are. Again, for messages that their
+                # answers caused.
                 if connection.channel.call(m.Ping(0, b""), daemon.connect_timeout, ignore) is not None:
                     connection.channel.call(m.Ping(0, b""), daemon.connect_timeout, ignore)
         finally:  # a session that stays open, though unusable, would keep its leases

@@ -27,14 +27,14 @@ from kvcache_proto.types import Breaker
 
 logger = logging.getLogger("kvcache_client.session")
 
-GLIMPSE = 0.02  # seconds
-ASK_AGAIN = 2.0  # seconds after which a refused namespace is requested again: there may be room now
-REPORT_EVERY = 1.0  # seconds: `top` refreshes as often
-STEADY = 1.0  # seconds that a connection must have held for the next handshake to come soon after its end
+PUMP_SECONDS = 0.02  # for which messages are received before the connection is checked again
+ATTACH_AGAIN_SECONDS = 2.0  # until a refused namespace is attached again: there may be room now
+REPORT_SECONDS = 1.0  # between two reports: `top` refreshes as often
+STEADY_SECONDS = 1.0  # a connection that has lasted longer resets the delay of the next one
 
 
 class Telemetry:
-    """Reports at once if the breaker has opened or closed or the daemon is new, otherwise the changes every second."""
+    """Reports counts: at once if the breaker has opened or closed or the daemon is new, otherwise every second."""
 
     def __init__(self, daemon: Daemon) -> None:
         self._daemon = daemon
@@ -44,7 +44,7 @@ class Telemetry:
         self._due = 0.0
 
     def add_counts(self, source: Callable[[], Mapping[str, int]]) -> None:
-        """Report the counts that `source` returns, too; it is called on the supervisor's thread."""
+        """Also report the counts that `source` returns; it is called on the supervisor's thread."""
         self._gains.sources.append(source)
 
     def seconds_left(self) -> float:
@@ -52,13 +52,13 @@ class Telemetry:
         return max(0.0, self._due - time.monotonic())
 
     def report(self, connection: Connection, at_once: bool = False) -> None:
-        """Send the changes if a report is due or `at_once`; never waits."""
+        """Send the changed counts if a report is due or `at_once`; never waits."""
         welcome, now = connection.handshake.welcome, time.monotonic()
         with self._lock:
             state = welcome, Breaker.CLOSED if self._daemon.breaker.closed else Breaker.OPEN
             if state == self._reported and now < self._due and not at_once:
                 return
-            self._due = now + REPORT_EVERY
+            self._due = now + REPORT_SECONDS
             gained, sums = self._gains.look()
             if state == self._reported and not gained:
                 return
@@ -73,14 +73,14 @@ class Supervisor:
     def __init__(
         self, daemon: Daemon, dialer: Dialer, settlements: Settlements, telemetry: Telemetry, waker: Waker
     ) -> None:
-        self.region: Region | None = None  # it stays when the daemon goes, until a next one has another region
+        self.region: Region | None = None  # stays mapped when the daemon ends, until a later one has another region
         self._daemon, self._dialer, self._settlements, self._telemetry = daemon, dialer, settlements, telemetry
         self._waker = waker
         self._backoff = Backoff()
         self._namespaces: list[Namespace] = []
         self._region_callbacks: list[Callable[[Region], None]] = []
         self._change = threading.RLock()  # held while region, connection or namespaces change
-        self._steady_at = self._asked_at = 0.0
+        self._steady_at = self._attached_at = 0.0
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="kvcache-session", daemon=True)
 
@@ -92,8 +92,8 @@ class Supervisor:
     def attach(self, namespace: Namespace, wait: bool, put_off: bool, insist: bool) -> None:
         """Attach `namespace` now and at each later daemon, as described in `Session.attach`.
 
-        With `put_off`, if there is no daemon, it is attached only at the next one. Raises the daemon's refusals, and
-        Unavailable; then it is not attached later either.
+        With `put_off` and without a daemon, it is attached at the next one. Raises the daemon's refusals, and
+        Unavailable; then nothing has changed.
         """
         with self._change:
             self._namespaces.append(namespace)  # first: the answer may be here before `join_later` returns
@@ -128,14 +128,14 @@ class Supervisor:
                 callback(self.region)
 
     def begin_closing(self) -> bool:
-        """Return True if this call is the first one; no daemon is looked for any more."""
+        """Stop looking for a daemon. Return True if this is the first call."""
         with self._change:
             first = not self._daemon.closing
             self._daemon.closing = True
         return first
 
     def close(self) -> None:
-        """End the thread, the connection, and any suspended one."""
+        """End the thread, and close the connection or the suspended one."""
         self._stopping = True
         self._waker.wake()
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
@@ -151,15 +151,15 @@ class Supervisor:
         while not self._stopping:
             try:
                 if self._daemon.connection is None:
-                    self._come_back()
+                    self._reconnect()
                 else:
                     self._watch(self._daemon.connection)
-            except Exception:  # without this thread a session would never come back, nor take late answers
+            except Exception:  # without this thread, the session would never reconnect or receive late answers
                 self._daemon.count("keeper_errors")
                 logger.exception("an error in the session's own thread")
                 self._waker.wait([], self._backoff.longest)
 
-    def _come_back(self) -> None:
+    def _reconnect(self) -> None:
         until = time.monotonic() + self._backoff.next()
         while not self._stopping and (left := until - time.monotonic()) > 0:
             self._waker.wait([], left)
@@ -170,12 +170,12 @@ class Supervisor:
         """Wait until something is due at `connection`, and do it."""
         daemon, channel = self._daemon, connection.channel
         self._telemetry.report(connection)
-        channel.watched = False  # before looking whether it is busy: a post in between calls `wake`
+        channel.watched = False  # before `busy` is read: a post in between calls `wake`
         channel.watched = watched = channel.busy
         probe_at = daemon.breaker.probe_at
         timeout, now = daemon.deadline if watched else self._telemetry.seconds_left(), time.monotonic()
         if self._refused():
-            timeout = min(timeout, max(0.0, self._asked_at + ASK_AGAIN - now))
+            timeout = min(timeout, max(0.0, self._attached_at + ATTACH_AGAIN_SECONDS - now))
         if probe_at is not None:
             timeout = max(0.0, probe_at - now)
         handshake = connection.handshake
@@ -186,10 +186,10 @@ class Supervisor:
             self.leave(channel.fault)
         else:
             if watched:
-                channel.pump(GLIMPSE)  # a running call receives for us, but the end of the connection must be seen
+                channel.pump(PUMP_SECONDS)  # a running call receives for us, but the end of the connection must be seen
             now = time.monotonic()
-            if now >= self._asked_at + ASK_AGAIN and daemon.breaker.probe_at is None:
-                self._asked_at = now
+            if now >= self._attached_at + ATTACH_AGAIN_SECONDS and daemon.breaker.probe_at is None:
+                self._attached_at = now
                 for namespace in self._refused():
                     namespace.join_later(connection)
             if channel.overdue(now, daemon.deadline):
@@ -204,7 +204,7 @@ class Supervisor:
         """
         return [namespace for namespace in list(self._namespaces) if namespace.refused]
 
-    # Coming and going. On the thread, but for the first time and the last.
+    # Connecting and leaving: on the thread, except for the first and the last time.
 
     def look_for_daemon(self) -> None:
         """Connect if there is a daemon; otherwise log the reason, once per reason."""
@@ -217,7 +217,7 @@ class Supervisor:
                 logger.warning("no cache until the daemon is there: %s", self._daemon.absence)
 
     def connect(self, interruptible: bool = False) -> None:
-        """Shake hands, map the region, attach the namespaces that were attached before.
+        """Perform the handshake, map the region, and attach the session's namespaces.
 
         Raises the errors of `Session.connect`; then nothing has changed.
         """
@@ -238,16 +238,16 @@ class Supervisor:
         else:
             self._give_up_suspended()
         self._settlements.pay(connection)
-        self._steady_at = time.monotonic() + STEADY
+        self._steady_at = time.monotonic() + STEADY_SECONDS
         daemon.breaker.answered()
         again = "connected again" if connection.handshake.welcome.resumed else "connected"
         session = connection.handshake.welcome.session
         logger.info("%s to %s as %r, session %d", again, self._dialer.endpoint, self._dialer.engine, session)
 
     def _attach_all(self, connection: Connection, reclaim: bool) -> None:
-        """Attach every namespace over `connection`, and put it into use once none is left."""
+        """Attach all namespaces over `connection`, and then put it into use."""
         tried: set[Namespace] = set()
-        while self._daemon.connection is not connection:  # a step that attaches meanwhile does not wait for the daemon
+        while self._daemon.connection is not connection:  # without the lock, for which an engine's step may wait
             with self._change:
                 left = [namespace for namespace in self._namespaces if namespace not in tried]
                 if not left and not reclaim:
@@ -263,7 +263,7 @@ class Supervisor:
                 reclaim = False
 
     def _reclaim(self, connection: Connection) -> None:
-        """Report our state to a next daemon: leases, and the highest reservation in its predecessors' answers."""
+        """Report our state to a new daemon: leases, and the highest reservation in earlier daemons' answers."""
         leases = list(connection.leases.items())
         lost = self._daemon.ask(m.Reclaim(0, b"", connection.newest_reservation, leases), m.Reclaimed, connection).lost
         self._daemon.count("sessions_resumed")
@@ -281,17 +281,17 @@ class Supervisor:
                 self._daemon.count("region_callback_errors")
                 logger.exception("a callback of on_region failed")
 
-    def leave(self, why: str) -> None:
-        """End the connection, if there is one: requests that wait for an answer get none."""
+    def leave(self, reason: str) -> None:
+        """End the connection, if there is one. Requests that wait for an answer get none."""
         daemon = self._daemon
         if (connection := daemon.connection) is None:
             return
         if not daemon.closing:
-            daemon.suspended = connection  # first: a settlement that comes meanwhile finds one of the two
+            daemon.suspended = connection  # first: a concurrent settlement finds at least one of the two connections
         daemon.connection = None
-        daemon.absence = f"the session with the daemon at {self._dialer.endpoint} ended: {why}"
+        daemon.absence = f"the session with the daemon at {self._dialer.endpoint} ended: {reason}"
         if daemon.closing:
-            connection.unlock()  # no copy runs any more: the daemon need not check whether we live
+            connection.unlock()  # no copy is running: the daemon need not check whether this process has ended
         connection.close()
         if time.monotonic() > self._steady_at:  # if a daemon accepts and then drops us, retry less and less often
             self._backoff.reset()
@@ -300,7 +300,7 @@ class Supervisor:
             logger.warning("%s; lookups miss until it is back", daemon.absence)
 
     def _give_up_suspended(self) -> None:
-        """Drop the session at a gone daemon: another session has taken its place, or we end."""
+        """Drop the session with the last daemon: a new session has replaced it, or this one is closed."""
         suspended, self._daemon.suspended = self._daemon.suspended, None
         if suspended is not None:
             self._daemon.count("stale_settles", len(suspended.owed))

@@ -1,7 +1,7 @@
-"""A rank's side: it carries out plans and decides nothing.
+"""Carries out the plans in one rank; it decides nothing.
 
-It settles its own shard of every block that it copies, on the thread that saw the end of the copy: an idle engine takes
-no more steps.
+It settles its own shard of every block that it copies, on the thread that saw the end of the copy: an idle engine runs
+no further steps.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from kvcache_proto.types import NamespaceSpec
 logger = logging.getLogger("vllm.kvcache.worker")
 
 DRAIN_SECONDS = 60.0  # between two log lines about copies that do not end
-LINGER_SECONDS = 0.001  # that a step without work waits for a load that is about to end
+LINGER_SECONDS = 0.001  # for which a step without work waits for a load that is about to end
 _JOINING = "it has not joined the namespace yet"
 _LATE = "the executor bypasses Worker.execute_model, so that blocks may be overwritten before they are saved"
 
@@ -50,7 +50,7 @@ class Worker:
         events: bool = False,
         registration: Registration | None = None,
     ) -> None:
-        """With `events`, the daemon's verdicts are reported. A `registration` has page-locked the region already."""
+        """With `events`, report the daemon's verdicts. A `registration` has already page-locked the region."""
         self._session, self._settings = session, settings
         self._layout = KVLayout(spec, facts, shards, rank)
         self._rank = Rank(session, rank, self._layout)
@@ -58,7 +58,7 @@ class Worker:
         self.loads = Loads(self._rank)
         self._checks = CanaryChecks(self._rank)
         self._registration = registration
-        self._declined = ""  # why this rank takes no part, whatever the daemon answers
+        self._declined = ""  # the reason that this rank takes no part, regardless of the daemon's answers
         self._joining = facts.joins_later
         self._reported = _JOINING if facts.joins_later else ""  # the last reported reason
         self._begun = self._loaded = 0  # numbers of the last plans carried out
@@ -105,7 +105,7 @@ class Worker:
         logger.info(
             "rank %d: %d fragments per block, %s bytes, %s of %d, namespace %s; %s bytes are page-locked",
             *(self._rank.number, max(map(len, layouts)) * layout.parts.number, f"{layout.facts.block_bytes:,}"),
-            *(_named(layout.reads), layout.spec.shards, "to come" if self._joining else layout.spec.id),
+            *(_named(layout.reads), layout.spec.shards, "not joined yet" if self._joining else layout.spec.id),
             f"{device.registered()[1]:,}",
         )
 
@@ -120,23 +120,23 @@ class Worker:
             self._rank.namespace = None
             self.decline(str(error))
 
-    def decline(self, why: str) -> None:
-        """Take no part in the cache from now on. The scheduler's side gets this with the next step, and logs it."""
-        self._declined = why
-        logger.info("rank %d takes no part in the cache: %s", self._rank.number, why)
+    def decline(self, reason: str) -> None:
+        """Take no part in the cache from now on. The next report has the reason, which the scheduler's side logs."""
+        self._declined = reason
+        logger.info("rank %d takes no part in the cache: %s", self._rank.number, reason)
 
     def abandon(self) -> None:
-        """Let all jobs that still read the engine's blocks fail: from now on, these are given away without a fence."""
+        """Fail all jobs that still read the engine's blocks, which are reassigned without a fence from now on."""
         self._rank.abandoned = True
         self.loads.early.wait_all()
 
     # One step.
 
     def begin(self, plan: StepPlan, late: bool = False, idle: bool = False) -> None:
-        """Start the saves of `plan`, then guard their blocks, before anything of the step touches device memory.
+        """Start the saves of `plan`, then fence their blocks, before the step touches device memory.
 
-        If that is too `late`, because the step may have overwritten blocks, the rank takes no part from now on. An
-        `idle` step computes nothing.
+        If this call comes too `late`, so that the step may have overwritten blocks, the rank takes no part from now on.
+        An `idle` step computes nothing.
         """
         device = self._device
         if device is None:
@@ -172,9 +172,9 @@ class Worker:
             self.loads.begin(job)
 
     def received(self, idle: bool = False) -> set[str]:
-        """Return the requests whose loads have ended since the last call, well or not, each once.
+        """Return the requests whose loads have ended since the last call, successfully or not, each once.
 
-        An `idle` engine has nothing to compute until they have ended: it waits a millisecond for one that is about to.
+        An `idle` engine has nothing to compute: wait at most LINGER_SECONDS for a load that is about to end.
         """
         device, loads = self._device, self.loads
         if device is not None:
@@ -182,45 +182,45 @@ class Worker:
             device.poll()
             if idle and not loads.ended and not loads.early.is_running:
                 device.linger(LINGER_SECONDS)
-        invalid, why = loads.early.leave_step(idle)
+        invalid, reason = loads.early.leave_step(idle)
         loads.invalid |= invalid
-        if why:
-            self.decline(why)
+        if reason:
+            self.decline(reason)
         return loads.take_received()
 
     def take_failed(self) -> set[str]:
-        """Return the requests whose loads have failed, since the last call, in an engine with several groups."""
+        """Return the requests whose loads have failed since the last call, in an engine with several groups."""
         failed, self.loads.failed = self.loads.failed, set()
         return failed
 
     def take_errors(self) -> set[int]:
-        """Return the device blocks that loads did not fill, since the last call."""
+        """Return the device blocks that loads have failed to fill since the last call."""
         errors, self.loads.invalid = self.loads.invalid, set()
         return errors
 
     def take_report(self) -> Report:
-        """Return the report since the last call."""
+        """Return the report on the time since the last call."""
         saves, loads, early = self._saves, self.loads, self.loads.early
         verdicts, declined, given_away = saves.take_verdicts(), self._take_declined(), saves.take_given_away()
         return Report(verdicts, declined, given_away, loads.take_carried(), early.take_arrived(), early.take_ready())
 
     def _take_declined(self) -> dict[int, str]:
         """Return the reason that this rank takes no part in the cache, if it has changed; "" if it takes part again."""
-        namespace = self._namespace  # it is not `refused` any more by a daemon that has replaced another one
-        why = self._declined or (namespace.refused if namespace is not None else "")
-        if not why and self._joining:
+        namespace = self._namespace  # a new daemon may accept it again
+        reason = self._declined or (namespace.refused if namespace is not None else "")
+        if not reason and self._joining:
             if namespace is None or not namespace.attached:
                 return {}
             self._joining = False
-        if why == self._reported:
+        if reason == self._reported:
             return {}
-        self._reported = why
-        return {self._rank.number: why}
+        self._reported = reason
+        return {self._rank.number: reason}
 
     # The end.
 
     def drain(self) -> None:
-        """Wait for running copies, at most `drain_ms`: the device's memory is about to be unmapped, or this ends."""
+        """Wait at most `drain_ms` for running copies, before device memory is unmapped or the process ends."""
         self.loads.early.start_all()
         limit = self._settings.drain_ms
         if self._device is not None and not self._device.drain(limit / 1000):
@@ -238,13 +238,13 @@ class Worker:
         self._session.close()
 
     def wait_quiet(self) -> bool:
-        """Wait until no copy can touch the engine's blocks any more; return False if this is unknown."""
+        """Wait until no copy can touch the engine's blocks any more; return False if the device cannot report it."""
         number, device = self._rank.number, self._device
         try:
             while device is not None and not device.drain(DRAIN_SECONDS):
                 logger.warning("rank %d: copies have not ended after %.0f s", number, DRAIN_SECONDS)
         except Exception as error:  # noqa: BLE001 - the device has failed, too
-            logger.debug("rank %d: the device cannot say whether copies run", number, exc_info=error)
+            logger.debug("rank %d: the device cannot report whether copies run", number, exc_info=error)
             return False
         return True
 
@@ -252,8 +252,7 @@ class Worker:
 def _open_devices(
     layouts: Sequence[Sequence[Fragment]], tensors: Sequence[Any], count: int, sections: Sequence[int]
 ) -> Device:
-    """Open the device of `tensors`, for `count` blocks in each layout, and check its copies. Raises CopyError,
-    Unsupported."""
+    """Open the device of `tensors`, for `count` blocks in each layout, and check its copies. Raises CopyError."""
     devices: list[Device] = []
     try:
         for fragments in layouts:

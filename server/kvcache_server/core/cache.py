@@ -1,8 +1,8 @@
 """The cache as one pure state machine: requests in, replies out, and effects for the daemon to deliver.
 
-No socket, clock, thread or torch. The cache passes each request to the part that answers it, and does the work that
-involves several parts: the end of a session, a clear, a restart. Every change of a slot's row is written into the
-region before the reply that reports it.
+It uses no sockets, clocks or threads. It passes each request to the part that answers it, and does the work that
+involves several parts: the end of a session, a clear, a restart. Each change of a slot's row is written into the region
+before the reply that reports it.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ from kvcache_server.core.tiers import Tiers
 if TYPE_CHECKING:
     from kvcache_server.core.recovery.read_rows import Snapshot
 
-_NEARLY_FULL = 8  # one page in this many is free: blocks are evicted faster than a tier writes
-EPOCH_SHIFT = 40  # numbers of leases and reservations begin with the daemon's epoch: none is used twice
+_NEARLY_FULL = 8  # with at most one free page in this many, blocks may be evicted faster than a tier writes
+EPOCH_SHIFT = 40  # lease and reservation numbers start with the daemon's epoch, so that none is used twice
 
 
 class Cache:
     """All state of the daemon. A method either succeeds, or raises a KVCacheError and changes nothing.
 
-    Attributes: `effects` is the outbox of events, `sweeper` has the work that no request waits for. The caller delivers
-    the former and does the latter. `namespaces` and `sessions` are by number.
+    Attributes: `effects` is an outbox of events, which the caller delivers; `sweeper` has deferred work, which the
+    caller runs. `namespaces` and `sessions` are keyed by number.
     """
 
     def __init__(
@@ -60,11 +60,10 @@ class Cache:
         policy: str = WORTH,
         ready_pages: int | None = None,
     ) -> None:
-        """Make an empty cache in a fresh region or, with `epoch` above 1, one to be restored from the region's rows.
+        """Make an empty cache: in a fresh region or, with `epoch` above 1, in one whose rows are then restored.
 
         `secret`, up to 64 bytes that no client knows, determines which blocks are in samples. `policy` is the eviction
-        policy, one of POLICIES. Only the first `ready_pages` pages of the region may be used, None for all: `grow` adds
-        more.
+        policy, one of POLICIES. Only the first `ready_pages` pages are usable until `grow` adds more; None means all.
         """
         self.limits = limits = limits or Limits()
         self.geometry, self.epoch = geometry, epoch
@@ -107,16 +106,16 @@ class Cache:
             m.Unpin: self.retentions.unpin,
         }
 
-    # State, for those outside the core, who do not reach through to its parts.
+    # State, for callers outside the core, which do not access its parts.
 
     @property
     def capacity(self) -> int:
-        """Bytes that blocks may take."""
+        """Bytes available to blocks."""
         return self.pool.capacity
 
     @property
     def used(self) -> int:
-        """Bytes that blocks take."""
+        """Bytes that blocks occupy."""
         return self.eviction.fair_share.used
 
     @property
@@ -146,7 +145,7 @@ class Cache:
 
     @property
     def evictions(self) -> Counter[str]:
-        """The evicted blocks by cause."""
+        """Numbers of evicted blocks, by cause."""
         return self.eviction.evictions
 
     @property
@@ -156,7 +155,7 @@ class Cache:
 
     @property
     def disconnected(self) -> Mapping[int, Session]:
-        """The sessions whose handshake connection has closed and whose process may live."""
+        """The sessions whose handshake connection has closed and whose process may still run."""
         return self.registry.disconnected
 
     def holders(self) -> Iterable[Session]:
@@ -168,20 +167,20 @@ class Cache:
         return list(self.eviction.fair_share.shares)
 
     def blocks_of(self, allocated_bytes: int) -> int:
-        """Return the number of blocks of `allocated_bytes` bytes that there is room for."""
+        """Return the number of blocks of `allocated_bytes` bytes that the pool has room for."""
         return self.pool.blocks_of(allocated_bytes)
 
     def blocks_at(self, begin: int, end: int) -> list[Block]:
-        """Return the blocks whose first page is one of these."""
+        """Return the blocks whose first page is in the half-open range from `begin` to `end`."""
         return [block for block in self.pool.blocks[begin:end] if block is not None]
 
     def is_likely_to_return(self, account: Account) -> bool:
         """Whether most blocks of the account that were requested once will be requested again."""
         return likely(self.eviction.learner.worths, account.share)
 
-    def next_to_go(self, start: int, most: int) -> Iterator[tuple[int, Block]]:
-        """See FairShare.next_to_go."""
-        return self.eviction.fair_share.next_to_go(start, most)
+    def next_evictable(self, start: int, most: int) -> Iterator[tuple[int, Block]]:
+        """See FairShare.next_evictable."""
+        return self.eviction.fair_share.next_evictable(start, most)
 
     def retained_for(self, engine: str, request: str) -> list[Retention]:
         """Return the retentions of a request of an engine."""
@@ -195,7 +194,7 @@ class Cache:
         """Use the first `ready_pages` pages from now on."""
         self.pool.grow(ready_pages)
 
-    def survey(self) -> status.Memory:
+    def memory_figures(self) -> status.Memory:
         """Return the sizes of the pool, and its bytes by state."""
         pool, geometry = self.pool, self.geometry
         busy, quarantined = pool.busy * geometry.page_bytes, pool.quarantine.bytes
@@ -215,11 +214,11 @@ class Cache:
 
     @property
     def evicted_unread(self) -> int:
-        """The evicted blocks that no lookup had found."""
+        """Number of evicted blocks that no lookup had found."""
         return self.eviction.evicted_unread
 
     def eviction_figures(self) -> status.Eviction:
-        """Return how blocks are chosen for eviction, and how well."""
+        """Return figures about the choice of blocks to evict, and its quality."""
         return self.eviction.figures()
 
     def retained(self, now: float) -> status.Hints:
@@ -239,28 +238,28 @@ class Cache:
         self.lookups.checksums = self.reservations.checksums = checksums
 
     def use_tiers(self, tiers: Tiers | None) -> None:
-        """Ask `tiers` from now on for blocks that are not cached."""
+        """Request uncached blocks from `tiers` from now on."""
         self.lookups.tiers = self.eviction.tiers = tiers
 
     # Requests.
 
     def handle(self, session: int, request: m.Request, now: float) -> m.Reply | None:
-        """Answer one request of an open session; Release has no answer.
+        """Handle one request of an open session, and return the reply; None for a Release.
 
-        Raises a ClientError if something is wrong with the request; then the state is unchanged.
+        Raises a ClientError for an invalid request; then nothing has changed.
         """
         reply = self.answer(session, request, now)
         self.eviction.learner.learn()
         return reply
 
     def answer(self, session: int, request: m.Request, now: float) -> m.Reply | None:
-        """Like `handle`; but learn from a lookup later, together with other lookups."""
-        asker, kind = self.sessions[session], type(request)
-        if kind is m.Acquire or kind is m.Release:  # these report nothing
+        """Like `handle`, but the next `handle` or `tick` learns from the lookup, together with other lookups."""
+        requester, kind = self.sessions[session], type(request)
+        if kind is m.Acquire or kind is m.Release:  # their effects name no actor
             self._begin_turn(now)
         else:
-            self._begin_turn(now, Actor(now, asker.engine.name, getattr(request, "namespace", 0)))
-        return self._handlers[kind](asker, request)
+            self._begin_turn(now, Actor(now, requester.engine.name, getattr(request, "namespace", 0)))
+        return self._handlers[kind](requester, request)
 
     def _begin_turn(self, now: float, actor: Actor | None = None) -> None:
         if actor is not None:
@@ -289,8 +288,7 @@ class Cache:
         self.registry.disconnect(session, now)
 
     def end_session(self, session: int, now: float) -> None:
-        """End a session whose process is gone, and release all it holds; slots that it may be writing are
-        quarantined."""
+        """End the session of an ended process: release its grants, and quarantine the slots that it may be writing."""
         engine = self.registry.forget(session)
         self.reservations.forget_writer(session)
         self.effects.records.append(SessionEnded(session))
@@ -306,23 +304,24 @@ class Cache:
         self.reservations.abandon(engine.reservations[reservation])
 
     def fence_off(self, session: int, now: float) -> int:
-        """End a disconnected session that holds slots: an operator states that it no longer writes.
+        """End a disconnected session that holds slots: an operator states that its process no longer writes.
 
-        Returns the number of reservations that ended. Raises ClientError if the session is not disconnected.
+        Return the number of reservations that it was a writer of. Raises ClientError if the session is not
+        disconnected; then nothing has changed.
         """
-        away = self.registry.disconnected.get(session)
-        if away is None:
-            there = "it is attached: end its process" if session in self.sessions else "there is none"
-            raise ClientError(f"session {session} cannot be fenced off: {there}")
-        held = sum(session in reservation.writers for reservation in away.engine.reservations.values())
+        fenced = self.registry.disconnected.get(session)
+        if fenced is None:
+            reason = "it is attached: end its process" if session in self.sessions else "there is none"
+            raise ClientError(f"session {session} cannot be fenced off: {reason}")
+        written = sum(session in reservation.writers for reservation in fenced.engine.reservations.values())
         self.end_session(session, now)
         self.counters["sessions_fenced"] += 1
-        return held
+        return written
 
     # Time.
 
     def tick(self, now: float) -> None:
-        """Free slots whose quarantine is over, and account for released leases. Call it a few times per second."""
+        """Do the periodic work, such as freeing slots after their quarantine. Call it a few times per second."""
         self._begin_turn(now, Actor(now))
         self.eviction.learner.learn()
         self.registry.tick(now)
@@ -332,7 +331,7 @@ class Cache:
         self.retentions.tick(now)
         self.sweeper.add(self.invalidation.remove_kept)
         if not self.eviction.frozen and (abandoned := self.registry.abandoned()):
-            for namespace in abandoned:  # with their blocks; blocks in use are removed at a later tick
+            for namespace in abandoned:  # blocks in use are removed at a later tick
                 self.retentions.clear(namespace.number)
                 self.invalidation.clear(namespace)
             self.sweeper.add(self.registry.prune)
@@ -358,8 +357,7 @@ class Cache:
         self.sweeper.finish()
 
     def await_sessions(self, sessions: Collection[SessionOpened], now: float) -> None:
-        """Evict nothing until `sessions`, of the last epoch, have reclaimed their leases, or the grace period is
-        over."""
+        """Evict nothing until `sessions`, of the last epoch, have reclaimed their leases or the grace period ends."""
         self.registry.expect(sessions, now)
         self.eviction.frozen = bool(sessions)
         self._grace_until = now + self.limits.grace
@@ -367,10 +365,10 @@ class Cache:
     def _reclaim(self, session: Session, request: m.Reclaim) -> m.Reclaimed:
         """Restore the leases of a resumed session, and the reservations whose replies it received.
 
-        It may reclaim once. Raises NotPermitted if the session has nothing to reclaim; then nothing has changed.
+        A session may reclaim once. Raises NotPermitted if it has nothing to reclaim; then nothing has changed.
         """
         if not session.may_reclaim:
-            raise NotPermitted(f"session {session.id} has nothing to reclaim: it has not resumed since it last did")
+            raise NotPermitted(f"session {session.id} has nothing to reclaim: it has not resumed since the last time")
         session.may_reclaim = False
         self.reservations.abandon_undelivered(session, request.heard)
         former = self.registry.take_former(session.id)
@@ -388,19 +386,19 @@ class Cache:
         return m.Cleared(request.id, self.clear(request.namespace, session.engine.name, self.sweeper.now))
 
     def clear(self, namespace: str, by: str, now: float) -> int:
-        """Forget all blocks of the namespace with that id, or of all namespaces for "", and return their number.
+        """Forget all blocks of the namespace with this id, or of all namespaces for "", and return their number.
 
-        Raises ClientError if the namespace does not exist, Unavailable during the grace period; then nothing has
-        changed.
+        `by` is the engine that requests it. Raises ClientError if the namespace does not exist, Unavailable during the
+        grace period; then nothing has changed.
         """
-        emptied = [self.registry.find(namespace)] if namespace else list(self.namespaces.values())
+        spaces = [self.registry.find(namespace)] if namespace else list(self.namespaces.values())
         if self.eviction.frozen:
             raise Unavailable(
                 "engines are reconnecting after a restart, and the blocks that they read are not known yet: try again"
             )
         self._begin_turn(now, Actor(now, by))
         cleared = 0
-        for each in emptied:
+        for each in spaces:
             self.retentions.clear(each.number)
             cleared += self.invalidation.clear(each)
         return cleared

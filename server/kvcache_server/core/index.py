@@ -8,7 +8,7 @@ sets the block's own tick; a heap is corrected when the block reaches its top.
 
 A tick is a time and a class. Its two lowest bits are the class: 0, 1 or 2 for a block that was requested once, twice or
 more often. The other bits are the time of the last use, in units of 2^-20 s after FIRST_TICK, increased if necessary so
-that no two uses have the same one.
+that no two uses have the same time.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ HIDDEN = -1  # `queued`: WRITING, or READY below a block that is not visible
 UNQUEUED = 0  # `queued`: visible, and not in the order of its account
 GONE = -1  # `pins`: removed, but possibly still in a heap, whose keys must not change
 CLASSES, CLASS_MASK, OFTEN = 3, 3, 2  # OFTEN is the class of blocks requested more than twice
-NEXT_TICK = 4  # the difference between two times
+NEXT_TICK = 4  # the smallest difference between two times, in ticks
 TICKS_PER_SECOND = NEXT_TICK << 20
-FIRST_TICK = 1 << 59  # of a clock at 0 s: ticks of older releases are smaller, and only an order
+FIRST_TICK = 1 << 59  # the tick at 0 s; those of older releases are smaller, and only their order has a meaning
 EVICT_FIRST = NEXT_TICK  # the tick of a block that is evicted before all others
-NO_LEAF, NOT_RANKED = 1 << 62, 0  # `Order.coldest`
+NO_LEAF, NOT_RANKED = 1 << 62, 0  # special values of `Order.coldest`
 SPARE = 1024  # stale entries of an order that are tolerated
-_DESCENTS = 16  # per visit
+_DESCENTS = 16  # most levels that a walk descends before a visit
 _SWEPT = 8  # entries of an order that are moved per change
 
 
 class Block(msgspec.Struct, gc=False, order=True):
-    """One cached block. There may be millions: no GC header, and the sibling list is threaded through the blocks.
+    """One cached block. There may be millions, so it has no GC header, and siblings are linked to each other.
 
     `queued` is first, because the heap compares blocks by it: the block's tick in the order of its account, UNQUEUED if
     it is not in the order, HIDDEN if it is not visible yet.
@@ -97,14 +97,14 @@ class Block(msgspec.Struct, gc=False, order=True):
             child = following
 
     def ancestors(self) -> Iterator[Block]:
-        """Yield this block and those above it, without the root."""
+        """Yield this block and its ancestors, except the root."""
         block = self
         while block.parent is not None:
             yield block
             block = block.parent
 
     def subtree(self) -> list[Block]:
-        """Return this block and all below it, parents before children."""
+        """Return this block and its descendants, parents before children."""
         found = [self]
         for each in found:
             found.extend(each.children())
@@ -118,16 +118,16 @@ def later(one: int, other: int) -> int:
 
 
 class BottomUp:
-    """A way through a block and all below it, children before parents. The tree may change between two slices."""
+    """A walk over a block and its descendants, children before parents. The tree may change between two slices."""
 
     __slots__ = ("_down", "_path")
 
     def __init__(self, top: Block) -> None:
         self._path = [top]
-        self._down = True  # whether the children of the path's last block come before itself
+        self._down = True  # whether to visit the children of the path's last block before the block itself
 
     def go_on(self, visit: Callable[[Block], bool]) -> bool:
-        """Visit at most STEP blocks; return whether more are left.
+        """Visit at most STEP blocks; return True if more are left.
 
         `visit` may remove the block, and returns True if its children must be visited again. A block that stays may be
         visited twice.
@@ -137,7 +137,7 @@ class BottomUp:
             for _ in range(_DESCENTS):
                 at = path[-1]
                 if len(path) > 1 and (at.pins == GONE or at.parent is not path[-2]):
-                    path.pop()  # it was removed in the meantime: look at the children of the one above again
+                    path.pop()  # it was removed in the meantime: examine its parent's children again
                     self._down = True
                 elif self._down and at.child is not None:
                     path.append(at.child)
@@ -162,10 +162,10 @@ class Order:
     """The leaves of one class of an account, in the order in which they are evicted.
 
     A block that is removed while it is in the order leaves a stale entry. If there are many, `_sweep` moves the order
-    to another heap, a few entries per change, and drops the stale ones. So they stay fewer than the other entries plus
-    SPARE, and a change takes no longer if there are millions of entries.
+    to another heap, a few entries per change, and drops the stale ones. So there are fewer of them than other entries
+    plus SPARE, and the time of a change does not depend on the number of entries.
 
-    `entry` is for the ranking of orders. `coldest` is the tick that its coldest leaf had there; NO_LEAF if there was
+    `entry` is its entry in the ranking of orders. `coldest` is the tick of its coldest leaf there; NO_LEAF if it had
     none, NOT_RANKED if a colder one makes no difference.
     """
 
@@ -176,7 +176,7 @@ class Order:
     entry: tuple[float, int, int, Order, Account, int] | None = None
 
     def head(self) -> Block | None:
-        """Return the leaf least recently used, itself or by a removed descendant; or None. Leaves whose class has
+        """Return the least recently used leaf, or None; a use of a removed descendant counts. Leaves whose class has
         changed move to the order of their class."""
         while True:
             if self.stale:
@@ -192,15 +192,15 @@ class Order:
                 self.stale -= 1
             else:
                 block.queued = UNQUEUED
-                block.account.enter(block)  # unless it is in use
+                block.account.enter(block)  # does nothing if the block is in use
 
-    def next_ones(self, most: int) -> list[Block]:
-        """Return about `most` of the coldest entries, which may be stale, or leaves no longer. O(most log most)."""
+    def coldest_entries(self, most: int) -> list[Block]:
+        """Return about `most` of the coldest entries, some perhaps stale or no longer leaves. O(most log most)."""
         # The smallest entries of a heap are nearly all at its top.
         return sorted(self.heap[: 2 * most] + self.swept[: 2 * most])[:most]
 
     def pop(self) -> Block:
-        """Remove and return the head, which must be what `head` has just returned."""
+        """Remove and return the head. Call it only right after `head`, which has returned this block."""
         block = heapq.heappop(self._colder() if self.swept else self.heap)
         block.queued = UNQUEUED
         return block
@@ -292,7 +292,7 @@ def tag(namespace: int, group: int) -> bytes:
     return namespace.to_bytes(4, "little") + bytes([group])
 
 
-def tagged(name: bytes) -> int:
+def namespace_of(name: bytes) -> int:
     """Return the number of the namespace in the tag at the end of the name."""
     return int.from_bytes(name[-TAG_BYTES:-1], "little")
 
@@ -341,7 +341,7 @@ class Group:
         """Return the blocks of the longest visible prefix. O(hits)."""
         found: list[Block] = []
         try:
-            # extend() keeps the items from before the first miss, which raises, and never looks beyond it.
+            # At the first miss, which raises KeyError, extend() stops, and keeps the blocks before it.
             found.extend(map(self.visible.__getitem__, hashes))
         except KeyError:
             if not self.severed:
@@ -359,7 +359,7 @@ class Group:
         return name in self.visible or name in self.pending
 
     def pending_after(self, hashes: Sequence[bytes], hits: int) -> int:
-        """Return the number of visible or pending blocks that follow the first `hits` without a gap."""
+        """Return the number of blocks after the first `hits` that are visible or pending without a gap."""
         if not self.pending or hits == len(hashes):
             return 0
         end = hits
@@ -377,18 +377,18 @@ class Group:
         if child is None:
             block.account.enter(block)
         while child is not None:
-            others = child.account.group
-            if (pending if others is self else others.pending)[child.hash].ready:
+            group = child.account.group
+            if (pending if group is self else group.pending)[child.hash].ready:
                 waiting.append(child)
             child = child.next
 
     def remove(self, block: Block) -> bool:
-        """Remove a block without children; return whether lookups found it.
+        """Remove a block without children; return True if lookups found it.
 
         Its parent inherits its last use or, if no engine can still use the parent, is evicted first.
         """
-        trusted = block.is_found
-        if trusted:
+        found = block.is_found
+        if found:
             del self.visible[block.hash]
         parent = block.parent
         block.unlink()
@@ -397,7 +397,7 @@ class Group:
             useless = parent.child is None and self.above.leaf_is_useless and not self.above.is_proof(parent)
             parent.tick = EVICT_FIRST if useless else later(parent.tick, block.tick)
             parent.account.enter(parent)
-        return trusted
+        return found
 
     def can_continue(self, block: Block) -> bool:
         """Whether suffix groups have the blocks that an engine needs to continue after `block`, judged by the last STEP
@@ -443,13 +443,13 @@ class Grant(msgspec.Struct, gc=False, eq=False):
     tainted_until: float = 0.0
 
     @property
-    def whole(self) -> bool:
+    def is_settled(self) -> bool:
         return self.settled == self.reservation.all_shards
 
 
 @dataclass(eq=False, slots=True)
 class Reservation:
-    """The grants of one Reserve. `writers[shard]` is the session that may write that shard.
+    """The grants of one Reserve request. `writers[shard]` is the session that may write that shard.
 
     `writers_number` stands for `writers` in rows. `declined` counts blocks worth less than each block in the pool.
     """

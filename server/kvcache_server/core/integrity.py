@@ -90,7 +90,7 @@ def _check_leases(leases: Iterable[Lease]) -> None:
 
 def _check_reservations(reservations: Iterable[Reservation]) -> None:
     for each in reservations:
-        assert each.unsettled == sum(not grant.whole for grant in each.grants), "a miscount of grants"
+        assert each.unsettled == sum(not grant.is_settled for grant in each.grants), "a miscount of grants"
 
 
 def _check_page(cache: Cache, page: int) -> None:
@@ -127,14 +127,14 @@ def _check_block(cache: Cache, block: Block) -> None:
         assert block.queued == HIDDEN and grant.block is block and grant.verdict is None, (
             "a block that waits for nothing"
         )
-        assert grant.ready == grant.whole, "a block that is whole and not READY"
+        assert grant.ready == grant.is_settled, "a block that is whole and not READY"
 
 
 # Checks of everything.
 
 
 def _unsettled_bytes(reservation: Reservation) -> int:
-    return sum(each.block.account.group.allocated_bytes for each in reservation.grants if not each.whole)
+    return sum(each.block.account.group.allocated_bytes for each in reservation.grants if not each.is_settled)
 
 
 def _check_retentions(cache: Cache) -> list[Lease]:
@@ -190,7 +190,7 @@ def _check_all_pages(cache: Cache, living: dict[int, Block]) -> None:
     for engine in cache.engines.values():
         for reservation in engine.reservations.values():
             for grant in reservation.grants:
-                if not grant.whole:
+                if not grant.is_settled:
                     writing[id(grant.block)] = grant.block
                     if id(grant.block) not in living:
                         assert grant.verdict is not None and grant.block.pins == GONE

@@ -15,7 +15,7 @@ from kvcache_server.core.eviction.learner import Learner
 from kvcache_server.core.index import Block, Group
 from kvcache_server.core.limits import LOOK, Limits
 from kvcache_server.core.pool import Pool
-from kvcache_server.core.sessions import Asked, Namespace, Session
+from kvcache_server.core.sessions import Namespace, RequestLookups, Session
 from kvcache_server.core.tiers import Tiers
 
 MOST_RECLAIMED = 1 << 16  # blocks examined per reclaim: some milliseconds
@@ -150,9 +150,9 @@ class Lookups:
 
     def _note_asked(
         self, session: Session, request: m.Acquire, namespace: Namespace, group: Group, match: _Match
-    ) -> Asked:
+    ) -> RequestLookups:
         """Count a lookup. A request's repeated lookups do not show how often blocks are used."""
-        asked = session.engine.asked(request.request, group)
+        asked = session.engine.lookups_of(request.request, group)
         if not asked.lookups:
             hits = match.hits + (match.proof is not None)
             self._learner.asked(session.engine, group, request, match.used, hits, match.suffixes)
@@ -178,7 +178,7 @@ class Lookups:
             )
         return pending, *self.tiers.looked_up(session, group, request.hashes, match.chain, pending, now)
 
-    def _note_hits(self, namespace: Namespace, group: Group, match: _Match, hits: int, asked: Asked) -> None:
+    def _note_hits(self, namespace: Namespace, group: Group, match: _Match, hits: int, asked: RequestLookups) -> None:
         """Count hits that were not yet counted for this request, and note that their blocks were read."""
         chain, suffixes = match.chain, match.suffixes
         if chain:

@@ -35,16 +35,16 @@ from kvcache_server.core.sessions import Engine, Namespace, Session
 from kvcache_server.core.states import COMMITTED, DOOMED, FORGOTTEN
 from kvcache_server.core.sweeper import Step, Sweeper
 
-# The most frequent answers: looking up an enum's member takes longer than looking up a hash.
+# The most frequent answers, as globals: accessing an enum's member takes longer than looking up a hash.
 _GRANTED, _PRESENT, _VISIBLE = Refusal.GRANTED, Refusal.PRESENT, Verdict.VISIBLE
 
 
 class Reservations:
     """Grants and settles reservations.
 
-    Attributes: `last` is the number of the last reservation. `writers` has the numbers, used in rows, of tuples
-    of sessions that write the shards of a block. `showing` are READY blocks below visible ones that are about to become
-    visible, and `orphaned` blocks below which some are to be doomed; the sweeper does both.
+    Attributes: `last` is the number of the last reservation. `writers` maps the sessions that write a block's shards to
+    the number that stands for them in rows. `showing` are READY blocks that the sweeper will make visible; `orphaned`
+    are doomed blocks whose descendants it will doom.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Reservations:
         self.writers: dict[tuple[int, ...], int] = {}
         self.showing: list[Block] = []
         self.orphaned: dict[int, Block] = {}  # by id()
-        self.checksums: Checksums | None = None  # set if there is a file for them
+        self.checksums: Checksums | None = None  # None if there is no file for them
         self._pool, self._rows, self._eviction = pool, pool.rows, eviction
         self._engines, self._sweeper = engines, sweeper
         self._classes = eviction.learner.expected
@@ -69,7 +69,7 @@ class Reservations:
     # Reserve.
 
     def reserve(self, session: Session, request: m.Reserve) -> m.Reserved:
-        """Grant the blocks of the request's runs that may be granted. Raises BadArgument; then nothing has changed."""
+        """Grant as many requested blocks as possible. Raises UnknownHandle, BadArgument; then nothing has changed."""
         self._eviction.begin_reservation()
         namespace, group = session.group(request.namespace, request.group)
         runs = request.runs
@@ -79,8 +79,8 @@ class Reservations:
         for run in runs:
             if not run.hashes:
                 raise BadArgument("a run without a hash")
-            of = session.group(request.namespace, run.group)[1] if run.group else group
-            if run.parent is not None and of.spec.kind == SUFFIX:
+            run_group = session.group(request.namespace, run.group)[1] if run.group else group
+            if run.parent is not None and run_group.spec.kind == SUFFIX:
                 raise BadArgument("a run of a suffix group with a parent")
             chain = run.hashes if run.parent is None else [run.parent, *run.hashes]
             check_hashes(chain, group.hash_bytes)
@@ -148,15 +148,14 @@ class Reservations:
         return session.engine.writers[namespace.number]
 
     def attached(self, session: Session, namespace: Namespace) -> None:
-        """Number the writers of a session that has attached, before any row has their number: the state file must
-        have it first."""
+        """Number the writers of a session that has attached: the state file must have the number before any row."""
         writers = self._writers(session, namespace)
         if writers is not None and writers not in self.writers:
             self.writers[writers] = self.last_writers = self.last_writers + 1
             self._effects.records.append(WritersNumbered(self.last_writers, writers))
 
     def forget_writer(self, session: int) -> None:
-        """Forget the tuples of writers with `session`, which has ended: no new reservation has them."""
+        """Forget the tuples of writers with `session`, which has ended: no new reservation uses them."""
         self.writers = {writers: number for writers, number in self.writers.items() if session not in writers}
 
     def _grant_run(self, reservation: Reservation, account: Account, run: m.Run, answers: bytearray) -> None:
@@ -187,20 +186,20 @@ class Reservations:
     def _grant(
         self, reservation: Reservation, account: Account, parent: Block, block_hash: bytes
     ) -> tuple[Refusal, Block | None]:
-        """Return the answer for one hash below `parent`, and its block, if any, which is the parent of the next."""
+        """Reserve one hash below `parent`. Return the answer, and the block, if any: the parent of the next hash."""
         group = account.group
         block = group.visible.get(block_hash)
         if block is not None and block.parent is parent:
             self._pool.touch(block)
             return _PRESENT, block
         if block is not None:
-            # It is below one that is hidden already. The invalidation in progress frees its pages later.
+            # One of its ancestors is hidden already. The invalidation in progress frees its pages later.
             self.hide(block, "corrupt")
         rival = group.pending.get(block_hash)
         if rival is not None and (
             rival.ready
             or reservation.created - rival.reservation.created < self.limits.supersede_after
-            or rival.block.parent is not parent  # not possible in a chain of hashes, or this one is being doomed
+            or rival.block.parent is not parent  # impossible with chained hashes, or the rival is being doomed
         ):
             return Refusal.IN_FLIGHT, rival.block
         engine = self._engines[account.engine]
@@ -211,7 +210,7 @@ class Reservations:
         parent.pins += 1  # it must not be evicted for its own child
         try:
             # Without the suffix groups' blocks, the existing block of the full group would be of no use.
-            runs = eviction.make_room(account, CLASSES if group.is_suffix or engine.brings else cls)
+            runs = eviction.make_room(account, CLASSES if group.is_suffix or engine.is_tier else cls)
             if eviction.declined > declined and block_hash in eviction.learner.wanted:
                 eviction.declined = declined
                 runs = eviction.make_room(account, CLASSES)
@@ -243,13 +242,13 @@ class Reservations:
         return _GRANTED, block
 
     def hide(self, block: Block, cause: str) -> None:
-        """Let neither lookups nor the next daemon find a block, for `cause`. It keeps its pages."""
+        """Hide a block from lookups and from the next daemon, for `cause`. It keeps its pages."""
         del block.account.group.visible[block.hash]
         self._effects.gone(block, cause)
         self._rows.set_state(self._pool.row(block), FORGOTTEN)
 
     def _supersede(self, rival: Grant, block: Block) -> None:
-        """Replace a block that has been WRITING for long by `block`, which also takes over its children.
+        """Replace a block that has been WRITING for too long by `block`, which also takes over its children.
 
         The replaced block is counted when its last shard is settled.
         """
@@ -265,8 +264,7 @@ class Reservations:
     # Settle.
 
     def settle(self, session: Session, request: m.Settle) -> m.Settled:
-        """Record the outcome of shards, and their checksums. Raises UnknownHandle, BadArgument; then nothing has
-        changed."""
+        """Record shards' outcome and checksums. Raises UnknownHandle, BadArgument; then nothing has changed."""
         if request.region != self._rows.geometry.region_id:
             raise UnknownHandle("the reservation belongs to another region")
         reservation = session.engine.reservations.get(request.reservation)
@@ -281,7 +279,7 @@ class Reservations:
             ):
                 raise BadArgument(f"shard {shard} is written by session {reservation.writers[shard]}")
         if not request.shards or request.outcome not in list(Outcome):
-            raise BadArgument(f"shards {request.shards}, outcome {request.outcome}: at least one shard, 0 to 2")
+            raise BadArgument(f"shards {request.shards}: at least one; outcome {request.outcome}: must be 0 to 2")
         grants = reservation.grants  # a reference of our own: the last settlement clears the reservation's
         positions = request.positions or range(len(grants))
         if min(positions) < 0 or max(positions) >= len(grants) or len(set(positions)) != len(positions):
@@ -306,12 +304,12 @@ class Reservations:
         return m.Settled(request.id, bytes(verdicts))
 
     def abandon(self, reservation: Reservation, tainted_until: float = 0.0) -> None:
-        """Settle all unsettled shards as never started: the reply did not arrive, or its session reports so.
+        """Settle all unsettled shards as never started: the reply was not delivered, or an error prevented it.
 
-        With `tainted_until`, the slots go through the quarantine, in case a writer did receive the reply.
+        With `tainted_until`, in seconds, the slots are quarantined until then, in case a writer did receive the reply.
         """
         for grant in list(reservation.grants):
-            if not grant.whole:
+            if not grant.is_settled:
                 grant.tainted_until = max(grant.tainted_until, tainted_until)
                 self._fail(grant, reservation.all_shards, "not_started")
 
@@ -323,8 +321,7 @@ class Reservations:
         self._sweeper.add(_one_by_one(left, lambda each: self.abandon(each, until)))
 
     def writer_ended(self, engine: Engine, session: int) -> Step:
-        """Return the step that settles as dead the shards that `session`, which has ended, may be writing; their slots
-        are quarantined."""
+        """Return a step that settles as dead the shards that the ended `session` may be writing, with quarantine."""
         until = self._sweeper.now + self.limits.quarantine
 
         def fail(reservation: Reservation) -> None:
@@ -338,29 +335,28 @@ class Reservations:
         return _one_by_one([each for each in engine.reservations.values() if session in each.writers], fail)
 
     def free_quarantined(self) -> bool:
-        """Free some of the slots whose quarantine is over; return whether more are left."""
+        """Free some of the slots whose quarantine is over; return True if more are left."""
         for _ in range(STEP):
-            over = self._pool.quarantine.pop(self._sweeper.now)
-            if over is None:
+            expired = self._pool.quarantine.pop(self._sweeper.now)
+            if expired is None:
                 return False
-            block, pages = over
+            block, pages = expired
             self._pool.busy -= pages
             self._pool.give_back(self._pool.vacate(block))
         return True
 
     def _fail(self, grant: Grant, shards: int, cause: str) -> Verdict:
-        """Settle the given shards of one grant, if unsettled, as failed for `cause`; doom the block and all below
-        it, which can never become visible."""
+        """Settle the unsettled ones of `shards` as failed for `cause`, and doom the block and its descendants."""
         shards &= ~grant.settled
         if shards and grant.verdict is None:
             self.doom(grant, Verdict.FAILED, cause)
         return self._settle_shards(grant, shards)
 
     def _settle_shards(self, grant: Grant, shards: int) -> Verdict:
-        """Settle those shards of one grant; with the last one the grant becomes READY or is given back."""
+        """Settle `shards` of one grant. With the last shard, the block becomes READY, or its slot is given back."""
         if not shards:
             self._counters["settled_twice"] += 1
-            if grant.verdict is not None or not grant.whole:
+            if grant.verdict is not None or not grant.is_settled:
                 return grant.verdict or Verdict.PARTIAL
             return Verdict.VISIBLE if grant.block.visible else Verdict.HIDDEN
         reservation, block = grant.reservation, grant.block
@@ -399,8 +395,7 @@ class Reservations:
         return _VISIBLE
 
     def _show_some(self) -> bool:
-        """Make some of the READY blocks in `showing`, whose parents are visible, and of their READY descendants
-        visible; return whether more are left."""
+        """Make some blocks of `showing`, and their READY descendants, visible; return True if more are left."""
         waiting = self.showing
         for _ in range(LOOK):
             if not waiting:
@@ -414,9 +409,9 @@ class Reservations:
         return bool(waiting)
 
     def doom(self, grant: Grant, verdict: Verdict, cause: str) -> None:
-        """Remove a block that will not become visible from the index, and then all below it.
+        """Remove a block that will not become visible from the index, and then its descendants.
 
-        The blocks below can no longer be found at once, and are removed in slices.
+        The descendants are unreachable at once, and are removed in slices.
         """
         parent, block = grant.block.parent, grant.block
         self._doom_one(grant, verdict, cause)
@@ -424,8 +419,8 @@ class Reservations:
             parent.account.enter(parent)
         if block.child is not None:
             self.orphaned[id(block)] = block
-            way = BottomUp(block)
-            self._sweeper.add(lambda: way.go_on(self._doom_orphan))
+            walk = BottomUp(block)
+            self._sweeper.add(lambda: walk.go_on(self._doom_orphan))
 
     def _doom_one(self, grant: Grant, verdict: Verdict, cause: str) -> None:
         block = grant.block
@@ -436,15 +431,15 @@ class Reservations:
         grant.verdict = verdict
         self._effects.refused(block.hash + group.tag, cause)
         if grant.ready:
-            # All its shards are settled: no writer will come back to it.
-            self._counters["blocks_unreachable"] += 1  # not as orphaned: it was counted as committed
+            # All its shards are settled: no process writes to it any more.
+            self._counters["blocks_unreachable"] += 1  # not blocks_orphaned: it was counted as committed
             self._pool.busy += group.pages
             self._give_back(grant)
         else:
             self._rows.set_state(grant.row, DOOMED)
 
     def _doom_orphan(self, block: Block) -> bool:
-        """Doom a block below one that was doomed, once all below it are; or drop that one."""
+        """Doom a descendant of a doomed block, after its own descendants; the doomed block itself is only forgotten."""
         if block.child is not None:
             return True
         if self.orphaned.pop(id(block), None) is None and block.pins != GONE:
@@ -452,7 +447,7 @@ class Reservations:
         return False
 
     def _note_sums(self, sums: Checksums, grant: Grant, request: m.Settle, at: int) -> None:
-        """Store the given checksums before the shards count as settled; clear those of the pages' previous block."""
+        """Store the checksums before the shards count as settled; shards without one clear the previous block's."""
         begin, offsets = int.from_bytes(grant.block.ref[:8], "little"), grant.block.account.group.sum_offsets
         for shard in request.shards if offsets else ():
             if not grant.settled >> shard & 1:
@@ -470,7 +465,7 @@ class Reservations:
 
 
 def _one_by_one(reservations: list[Reservation], end: Callable[[Reservation], None]) -> Step:
-    """Return the step that ends the reservations, the oldest first."""
+    """Return a step that calls `end` with one reservation at a time, in order."""
 
     def step() -> bool:
         if reservations:

@@ -1,4 +1,4 @@
-"""Namespaces, engines and sessions, and the state of each. Pure; registry.py has the lists of them."""
+"""The state of a namespace, of an engine, and of a session. Pure; registry.py has the lists of them."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from kvcache_proto.types import FULL, SUFFIX, NamespaceSpec
 from kvcache_server.core.index import Account, Block, Group, Reservation, Share
 from kvcache_server.core.pins import Lease, Pins
 
-REMEMBERED = 1024  # requests per engine whose lookups were counted
-NOBODY = -1  # the user of sessions without a process, and of those that an older daemon stored without a user
+REMEMBERED = 1024  # requests per engine whose lookups are remembered
+NOBODY = -1  # the uid of sessions without a process, and of those that an older daemon stored without a uid
 
 
 class Namespace:
@@ -22,7 +22,7 @@ class Namespace:
 
     def __init__(self, number: int, spec: NamespaceSpec, page_bytes: int, user: int = NOBODY) -> None:
         self.number = number
-        self.user = user  # the creator; unknown for those of an earlier daemon
+        self.user = user  # the creator's uid; NOBODY for namespaces of an earlier daemon
         self.spec = spec
         self.id, self.shards = spec.id, spec.shards
         self.groups: list[Group] = []
@@ -36,11 +36,11 @@ class Namespace:
 
     @property
     def overhead(self) -> float:
-        """The fraction of their pages that blocks of the group with the worst fit leave unused."""
+        """The fraction of a block's pages that is unused, in the group that fits worst."""
         return max(1 - group.spec.block_bytes / group.allocated_bytes for group in self.groups)
 
     def group(self, number: int) -> Group:
-        """Return one of its groups. Raises BadArgument."""
+        """Return the group with this number. Raises BadArgument."""
         if not 0 <= number < len(self.groups):
             raise BadArgument(f"group {number}: this namespace has {len(self.groups)}")
         return self.groups[number]
@@ -51,9 +51,8 @@ class Namespace:
             group.forget()
 
 
-class Asked(msgspec.Struct, gc=False):
-    """The lookups of one request of an engine in a group: their number, their blocks, and how many of these were found.
-    Lookups of the same blocks count once."""
+class RequestLookups(msgspec.Struct, gc=False):
+    """The lookups of one engine's request in one group: lookups, distinct blocks, and hits."""
 
     lookups: int = 0
     blocks: int = 0
@@ -74,30 +73,29 @@ class Engine:
     # By namespace; None if a shard has no writer.
     writers: dict[int, tuple[int, ...] | None] = field(default_factory=dict)
     pins: Pins = field(default_factory=Pins)
-    brings: bool = False  # whether it brings blocks that lookups asked for: stored regardless of their worth
+    is_tier: bool = False  # it fetches blocks that lookups requested: they are stored regardless of their worth
     writing: int = 0  # bytes of blocks that are unsettled in its reservations
-    # By request and group's tag, the last ones.
-    _asked: OrderedDict[tuple[str, bytes], Asked] = field(default_factory=OrderedDict)
+    # Of the last requests, by request and group's tag.
+    _lookups: OrderedDict[tuple[str, bytes], RequestLookups] = field(default_factory=OrderedDict)
 
-    def asked(self, request: str, group: Group) -> Asked:
-        """Return the earlier lookups of `request` in `group`, as far as remembered; the caller keeps the record up to
-        date.
+    def lookups_of(self, request: str, group: Group) -> RequestLookups:
+        """Return the record of the earlier lookups of `request` in `group`, which the caller updates.
 
-        An engine asks again for a request that waits, or that it has preempted. Lookups without a request's name are
-        each a request of their own.
+        An engine repeats the lookup of a request that waits or was preempted. Each lookup without a request's name
+        counts as a request of its own.
         """
         if not request:
-            return Asked()
-        key, asked = (request, group.tag), self._asked
-        found = asked.get(key)
+            return RequestLookups()
+        key, lookups = (request, group.tag), self._lookups
+        found = lookups.get(key)
         if found is None:
-            asked[key] = found = Asked()
-            if len(asked) > REMEMBERED:
-                asked.popitem(last=False)
+            lookups[key] = found = RequestLookups()
+            if len(lookups) > REMEMBERED:
+                lookups.popitem(last=False)
         return found
 
     def check_writers(self, joining: Session, namespace: Namespace, shards: Collection[int]) -> None:
-        """Raise NotPermitted if two sessions would write one shard once `joining` writes `shards`.
+        """Raise NotPermitted if two sessions would write the same shard once `joining` writes `shards`.
 
         Sessions that write all shards are each their own writer. If one session writes fewer, or none, as a scheduler
         does, each shard must have one writer: ranks of two engines with the same id would get each other's
@@ -123,11 +121,11 @@ class Engine:
     def note_writers(self, namespace: Namespace) -> None:
         """Update the writer of each shard after a session has attached or detached."""
         writers: dict[int, int] = {}
-        inside = [session for session in self.sessions.values() if namespace.number in session.attached]
-        for session in inside:
+        attached = [session for session in self.sessions.values() if namespace.number in session.attached]
+        for session in attached:
             writers.update(dict.fromkeys(session.attached[namespace.number][1], session.id))
         if namespace.number in self.shares:
-            self.shares[namespace.number].live = bool(inside)
+            self.shares[namespace.number].live = bool(attached)
         shards = range(namespace.shards)
         whole = len(writers) == len(shards)
         self.writers[namespace.number] = tuple(writers[shard] for shard in shards) if whole else None
@@ -141,7 +139,7 @@ class Session:
     opened: float
     user: int = NOBODY
     is_operator: bool = False
-    may_reclaim: bool = False  # it has resumed, and has not reclaimed its leases
+    may_reclaim: bool = False  # it has resumed, and not reclaimed its leases yet
     attached: dict[int, tuple[Namespace, tuple[int, ...]]] = field(default_factory=dict)
     leases: dict[int, Lease] = field(default_factory=dict)
 
@@ -155,8 +153,8 @@ class Session:
         return f"session {self.id}" + (f" ({self.label})" if self.label else "")
 
     def pin(self, number: int, block: Block | None, size: int, cover: int = 0, suffixes: Sequence[Block] = ()) -> None:
-        """Start a lease on `block`, and so on all above it, and on the blocks of suffix groups; see Lease for the
-        rest."""
+        """Start a lease on `block`, its ancestors, and the blocks of suffix groups; see Lease for the other
+        arguments."""
         self.leases[number] = self.engine.pins.hold(block, size, cover, suffixes)
 
     def unpin(self, number: int) -> None:

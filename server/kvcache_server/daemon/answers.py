@@ -151,7 +151,7 @@ class Answers:
             del self._held[session]
             self._finish(sender, frame, session, request, came, jobs or m.Jobs(request.id), error)
             if error is not None:
-                self._tiering.undo(session)
+                self._tiering.take_back_jobs(session)
                 error = None  # as in _answer
 
     def forget(self, session: int) -> None:
@@ -229,7 +229,7 @@ class Answers:
     def _looked_up(self, session: int, request: m.Acquire, reply: m.Acquired, frame: bytes, now: float) -> None:
         self.delivery.deliver()  # its misses may be of blocks removed since the last turn
         try:
-            self._insight.looked_up(session, request, reply, frame, now, self._tiering.said)
+            self._insight.looked_up(session, request, reply, frame, now, self._tiering.explain_misses)
         except Exception as error:  # noqa: BLE001 - as in _answer
             self.failed(0, error)
 
@@ -241,4 +241,4 @@ class Answers:
         elif type(reply) is m.Reserved and reply.reservation:
             self._cache.abandon(session, reply.reservation, now)
         elif type(reply) is m.Jobs:
-            self._tiering.undo(session)
+            self._tiering.take_back_jobs(session)

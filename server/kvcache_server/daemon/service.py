@@ -42,8 +42,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-TICK = 0.25
-SUMMARY = 10.0
+TICK = 0.25  # seconds between two ticks
+SUMMARY_SECONDS = 10.0  # between two lines of the log
 YOUNG_OBJECTS = 10_000  # allocations between two runs of the garbage collector
 
 
@@ -51,7 +51,7 @@ class Service:
     """Serves one cache at one endpoint until it is stopped."""
 
     def __init__(self, config: Config, opened: WarmStart, manager: ServiceManager, read: Callable[[], Config]) -> None:
-        """Open both sockets; the caller holds the endpoint's lock. Raises like HandshakeServer.
+        """Open both sockets; the caller holds the endpoint's lock. Raises the errors of HandshakeServer.
 
         `manager` is notified of the state; `read()` reads the configuration again.
         """
@@ -71,14 +71,14 @@ class Service:
             *(self._cache, self._insight, self._sessions.look_after),
             *(self._answers.background.run, self._end_turn),
         )
-        self._failure: KVCacheError | None = None  # the reason that it cannot go on
+        self._failure: KVCacheError | None = None  # the reason that the daemon stops
         self._started, self._started_at = time.monotonic(), time.time()
         self._http: HttpApp | None = None
         self._publisher: Publisher | None = None
         with contextlib.ExitStack() as opened_so_far:  # a daemon that does not start leaves no socket behind
             opened_so_far.callback(self._loop.close)
-            if config.http:  # first: a wrong address, or token file, must not disturb engines that connect
-                from kvcache_server.http.app import HttpApp  # aiohttp takes memory that a daemon without it can use
+            if config.http:  # first: a wrong address or token file must not disturb engines that connect
+                from kvcache_server.http.app import HttpApp  # here: a daemon without HTTP saves aiohttp's memory
 
                 self._http = HttpApp(self._loop, config, self._admin_ops, self._answers.failed)
                 opened_so_far.callback(self._http.close)
@@ -112,16 +112,16 @@ class Service:
     def run(self) -> None:
         """Serve until SIGTERM or SIGINT, then close the sockets. Sessions continue with the next daemon.
 
-        The caller has blocked SIGNALS; a pending one counts. Raises EndpointLost, after the same clean-up, if a socket
-        of ours was removed, and RegionError if memory runs out before the region is complete.
+        The caller has blocked SIGNALS; pending ones are handled. Raises EndpointLost if a socket of ours was removed,
+        and RegionError if memory runs out before the region is complete, both after the same clean-up.
         """
         loop = self._loop
         loop.call_soon(self._listen_to_signals)
         self._next_tick = loop.call_later(TICK, self._tick)
-        loop.call_later(SUMMARY, self._summarise)
-        # Millions of blocks are objects, and a full collection would take half a second. Only objects created since the
-        # last collection are examined: older ones form no cycles (tests/chaos/churn.py), except those of HTTP, which
-        # are collected there.
+        loop.call_later(SUMMARY_SECONDS, self._summarise)
+        # With millions of blocks, a full collection would take half a second. Only objects created since the last
+        # collection are examined: older ones form no cycles (tests/chaos/churn.py), except those of HTTP, which
+        # HttpApp.collect examines.
         gc.collect()
         gc.freeze()
         gc.set_threshold(YOUNG_OBJECTS, 1 << 30, 1 << 30)
@@ -137,7 +137,7 @@ class Service:
             raise self._failure
 
     def _listen_to_signals(self) -> None:
-        """Start to handle signals; before the loop runs, its handlers would lose them."""
+        """Handle signals from now on. Handlers that are added before the loop runs would lose them."""
         for signum in STOP_SIGNALS:
             self._loop.add_signal_handler(signum, self._loop.stop)
         self._loop.add_signal_handler(signal.SIGHUP, self._reload)
@@ -165,12 +165,11 @@ class Service:
     def _state(self) -> str:
         """Return the line that the service manager shows."""
         cache, sessions = self._cache, f"{len(self._sessions)} sessions"
-        made = f"{format_size(self._region.present)} in memory so far, " if cache.is_growing else ""
-        return f"{format_size(cache.used)} of {format_size(cache.capacity)} used, {made}{sessions}"
+        progress = f"{format_size(self._region.present)} in memory so far, " if cache.is_growing else ""
+        return f"{format_size(cache.used)} of {format_size(cache.capacity)} used, {progress}{sessions}"
 
     def _end_turn(self) -> None:
-        """Deliver the remaining reports after the replies of one turn of the loop, offer tiers work, and publish KV
-        events."""
+        """After the replies of one turn of the loop: deliver reports, offer jobs to tiers, and publish KV events."""
         self._answers.delivery.deliver()
         self._answers.background.schedule()
         self._answers.offer_work()
@@ -214,37 +213,37 @@ class Service:
             self._sessions.sweep,
             lambda: self._cache.tick(time.monotonic()),
             lambda: self._insight.tick(time.monotonic()),
-            self._end_turn,  # changes without a message
+            self._end_turn,  # delivers changes that no message caused
             self._http.collect if self._http else lambda: None,
-            self._look_after_sockets,
-            self._look_after_tiers,
+            self._check_sockets,
+            self._check_tiers,
             lambda: self._manager.tick(time.monotonic()),
         ):
             try:
                 part()
-            except Exception as error:  # noqa: BLE001 - as in _answer
+            except Exception as error:  # noqa: BLE001 - an internal error must not stop the timer
                 self._answers.failed(0, error)
         self._next_tick = self._loop.call_later(TICK, self._tick)
 
-    def _look_after_sockets(self) -> None:
-        """Stop if a socket's file was removed: clients cannot find the daemon; the next start creates it again."""
+    def _check_sockets(self) -> None:
+        """Stop if a socket's file was removed: clients cannot find it, and the next start creates it again."""
         for each in (self._request_socket.listener, self._handshake.listener):
             if not each.is_ours() and self._failure is None:
-                what = f"{each.path} was removed or replaced"
-                log.error("%s: no client can attach any more; stopping", what)
-                self._stop(EndpointLost(f"{what}, so that no client could attach any more"))
+                loss = f"{each.path} was removed or replaced"
+                log.error("%s: no client can attach any more; stopping", loss)
+                self._stop(EndpointLost(f"{loss}, so that no client could attach any more"))
 
-    def _look_after_tiers(self) -> None:
-        """End the processes of tiers that hang, and no longer wait for those that have ended."""
+    def _check_tiers(self) -> None:
+        """Kill the processes of tiers that hang, and stop waiting for tiers whose processes have ended."""
         for each in self._tier_processes.report():
             if each.ended:
                 self._tiering.expect_no_more(each.name)
-        for name in self._tiering.hanging(time.monotonic()):
-            self._tier_processes.kill(name, "has asked for no work, or ended none, for too long")
+        for name in self._tiering.turn_off_hanging(time.monotonic()):
+            self._tier_processes.kill(name, "has not requested jobs, or finished none, for too long")
 
     def _summarise(self) -> None:
-        """Log one line about the events since the last one, if any."""
-        self._loop.call_later(SUMMARY, self._summarise)
+        """Log one line about the events since the last line, if there are any."""
+        self._loop.call_later(SUMMARY_SECONDS, self._summarise)
         self._manager.status(self._state())
         self._admin_ops.summarise(self._answers.messages, len(self._sessions))
 

@@ -125,7 +125,7 @@ class Publisher:
         self._counts["batches"] += 1
         sequence = self._counts["batches"]
         parts = _parts(batch)
-        for subscriber in self._topics.of(batch.topic):
+        for subscriber in self._topics.subscribers_of(batch.topic):
             if subscriber.publish(sequence, parts):
                 self._behind[subscriber] = None
         for subscriber in self._behind:

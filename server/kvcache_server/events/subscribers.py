@@ -1,7 +1,7 @@
 """Connections of KV event subscribers: to the socket that publishes events, and to the one that replays them.
 
-They need no token, so their number and their rate are limited. At the limit, the owner of most connections loses one,
-an unused one first.
+They need no token, so their number and their rate are limited. At the limit, the owner with the most connections loses
+one, an unused one first.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from kvcache_server.transport.connections import ZmtpConnection, ZmtpServer
 from kvcache_server.transport.sockets import BACKLOG, Acceptor, Listener, Peer, choose_victim
 from kvcache_server.transport.zmtp import ROUTER, CutOff, Role
 
-OPEN = 64  # connections to both sockets together
-A_SECOND, AT_ONCE = 200, 32  # rate and burst of accepted connections; each costs the loop about 0.2 ms
-REQUEST_BYTES = 4096
+OPEN = 64  # most connections to both sockets together
+PER_SECOND, BURST = 200, 32  # accepted connections; each costs the loop about 0.2 ms
+REQUEST_BYTES = 4096  # of a replay request
 REPLAY_ROLE = Role(b"ROUTER", ROUTER.peers, limit=REQUEST_BYTES, skipped=0, parts=3)
 
 
@@ -41,7 +41,7 @@ class EventConnection(ZmtpConnection):
     def __init__(self, server: SubscriberServer, role: Role, owner: Hashable) -> None:
         super().__init__(server, role)
         self.owner = owner
-        self.used = False  # whether it has subscribed, or asked for a replay
+        self.used = False  # whether it has subscribed, or requested a replay
 
 
 class Subscriber(EventConnection):
@@ -52,7 +52,7 @@ class Subscriber(EventConnection):
         self.backlog: deque[tuple[int, Sequence[bytes]]] = deque()
 
     def publish(self, sequence: int, parts: Sequence[bytes]) -> bool:
-        """Send a message, or add it to the backlog. Return whether it was added to the backlog."""
+        """Send a message, or add it to the backlog. Return True if it was added."""
         if self.paused or self.backlog:
             self.backlog.append((sequence, parts))
             return True
@@ -60,7 +60,7 @@ class Subscriber(EventConnection):
         return False
 
     def send_on(self, most: int) -> bool:
-        """Send up to `most` messages of the backlog. Return whether some are left."""
+        """Send up to `most` messages of the backlog. Return True if some are left."""
         while self.backlog and most and not self.paused:
             self.send_parts(self.backlog.popleft()[1])
             most -= 1
@@ -76,7 +76,7 @@ class Subscriber(EventConnection):
 
 
 class ReplayClient(EventConnection):
-    """A connection to the socket for replays. `replayed_at` is the time of the last progress of its `replay`."""
+    """A connection to the replay socket. `replayed_at` is the time of the last progress of `replay`, in seconds."""
 
     def __init__(self, server: SubscriberServer, role: Role, owner: Hashable) -> None:
         super().__init__(server, role, owner)
@@ -87,7 +87,7 @@ class ReplayClient(EventConnection):
 class SubscriberServer(ZmtpServer[EventConnection]):
     """The connections to both sockets.
 
-    `receive(connection, parts)` is called with each message; `parts` is empty for one that is not valid.
+    `receive(connection, parts)` is called with each message; `parts` is empty for an invalid one.
     `gone(connection)` is called once per connection, `readable()` when a peer has read its messages.
     """
 
@@ -103,31 +103,31 @@ class SubscriberServer(ZmtpServer[EventConnection]):
         super().__init__(loop)
         self._receive, self._gone, self._readable = receive, gone, readable
         self._open: dict[EventConnection, None] = {}  # oldest first
-        self._rate = Rate(A_SECOND, AT_ONCE)
+        self._rate = Rate(PER_SECOND, BURST)
         self._acceptors: list[Acceptor] = []
 
     def bind(self, endpoint: str, role: Role, connection_type: type[EventConnection]) -> str:
         """Start to accept connections at `endpoint`, and return the bound endpoint.
 
-        Raises NotPermitted if it cannot be bound, EndpointTaken and ConfigError as `Listener` does.
+        Raises NotPermitted if it cannot be bound, and the errors of `Listener`: EndpointTaken, ConfigError.
         """
 
-        def enter(sock: socket.socket, peer: Peer) -> bool:
+        def accept(sock: socket.socket, peer: Peer) -> bool:
             return listener.admit(sock, peer, lambda: connection_type(self, role, peer.uid))
 
-        def enter_tcp(sock: socket.socket, address: tuple[str, int]) -> bool:
+        def accept_tcp(sock: socket.socket, address: tuple[str, int]) -> bool:
             acceptor.connect(sock, lambda: connection_type(self, role, address[0]))
             return True
 
         try:
             if endpoint.startswith(SCHEME):
-                listener = Listener(self.loop, socket_path(endpoint), endpoint, enter, self.count, self._rate)
+                listener = Listener(self.loop, socket_path(endpoint), endpoint, accept, self.count, self._rate)
                 self._acceptors.append(listener)
                 return endpoint
             bound = _listen_tcp(endpoint)
         except OSError as error:
             raise NotPermitted(f"events endpoint {endpoint}: cannot be bound: {error.strerror}") from None
-        acceptor = Acceptor(self.loop, bound, endpoint, enter_tcp, self.count, self._rate)
+        acceptor = Acceptor(self.loop, bound, endpoint, accept_tcp, self.count, self._rate)
         self._acceptors.append(acceptor)
         host, port = bound.getsockname()[:2]
         return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
@@ -163,7 +163,7 @@ class SubscriberServer(ZmtpServer[EventConnection]):
             self._gone(connection)
 
     def cut(self, connection: EventConnection, reason: str) -> None:
-        """Terminate a connection, and ignore further messages from it."""
+        """Close a connection, and ignore further messages from it."""
         self.count(reason)
         connection.cut = True
         self.disconnected(connection)  # now: asyncio reports the end in a later turn of the loop

@@ -23,11 +23,11 @@ from kvcache_server.core.effects import (
     SessionGone,
 )
 from kvcache_server.core.eviction.policy import EVICTED_FOR, NAMESPACE_CEILING, OWN_CEILING, ROOM
-from kvcache_server.core.index import TAG_BYTES, Group, tagged
+from kvcache_server.core.index import TAG_BYTES, Group, namespace_of
 from kvcache_server.insight.chains import chain
 from kvcache_server.insight.infinite_cache import InfiniteCache
 from kvcache_server.insight.lookup_tap import LookupTap
-from kvcache_server.insight.miss_causes import Explanations, kept_back
+from kvcache_server.insight.miss_causes import Explanations, withheld_blocks
 from kvcache_server.insight.miss_log import Below, EngineNote, Lookup, MissLog
 from kvcache_server.insight.stats import Report, Residency, Telemetry
 from kvcache_server.slices import Steps, begin
@@ -100,7 +100,7 @@ class Insight:
         if change.cause in _SHORT:
             self._short = change.actor
         if change.actor is self._short and change.cause in (*_SHORT, "no_parent"):
-            namespace = self._cache.namespaces.get(tagged(change.name))
+            namespace = self._cache.namespaces.get(namespace_of(change.name))
             if namespace is not None and not namespace.groups[change.name[-1]].is_suffix:
                 # It, or a block above it, was refused for lack of room.
                 self._infinite_of(namespace.groups[change.name[-1]]).add([change.name[:-TAG_BYTES]])
@@ -130,9 +130,9 @@ class Insight:
             self.tap.note(now, asker.engine.name, request, group.spec.block_tokens, reply.hits)
         if reply.hits >= len(request.hashes) - group.spec.needs_next_block:
             return
-        cause, blocks = kept_back(asker, request, reply, cache.limits)
+        cause, blocks = withheld_blocks(asker, request, reply, cache.limits)
         infinite = self._infinite.get(group.tag)
-        if infinite is not None and asker.engine.asked(request.request, group).lookups <= 1:
+        if infinite is not None and asker.engine.lookups_of(request.request, group).lookups <= 1:
             infinite.missed(request.hashes[reply.hits + reply.coming + (0 if cause == "pending" else blocks) :])
         if request.request:
             engine, generation = asker.engine.name, cache.generation

@@ -1,9 +1,9 @@
 """Explains why a request had no hit, from the records of miss_log.py. Pure.
 
-An answer is a list of runs of blocks; each has one cause, and the facts that go with it. Removed and refused blocks are
-remembered by name. A block without a record was never stored here, as far back as the memory reaches. It is then
-searched for in other namespaces, whose identities show the difference. Otherwise the last hit shows where the tokens
-diverge from the cached ones.
+An explanation is a list of runs of blocks; each has one cause, and its facts. Removed and refused blocks are remembered
+by name. A block without a record was never stored here, as far as the records go back. It is searched for in other
+namespaces, whose identities show the difference. If it is not there, the last hit shows where the tokens diverge from
+the cached ones.
 """
 
 from __future__ import annotations
@@ -23,27 +23,29 @@ from kvcache_proto.types import MAX_HASHES, NamespaceSpec, check_hashes
 from kvcache_server.core.cache import Cache
 from kvcache_server.core.effects import Actor
 from kvcache_server.core.eviction.policy import EVICTED_FOR
-from kvcache_server.core.index import TAG_BYTES, Group, tag, tagged
+from kvcache_server.core.index import TAG_BYTES, Group, namespace_of, tag
 from kvcache_server.core.limits import LOOK, STEP, Limits
 from kvcache_server.core.sessions import Session
 from kvcache_server.insight.miss_log import EngineNote, Lookup, MissLog
 from kvcache_server.miss_report import Answer, Difference, Explanation, Note, Remembered, Retained, Run, differences
 from kvcache_server.slices import Steps
 
-MOST_BLOCKS = 8192  # examined per lookup, from the first miss on,
-MOST_RUNS = 512  # or until there are this many runs
-EXAMINED = 16  # blocks per slice: each may be searched for in all groups of OTHERS namespaces
-FEW_BLOCKS = 256  # for these, every other namespace is searched
-OTHERS = 16  # namespaces that are searched, the most similar ones first
-LATEST = 10
-LATELY = 3600.0  # seconds after an empty start for which misses are attributed to it
+MOST_BLOCKS = 8192  # blocks examined per lookup, from the first miss on
+MOST_RUNS = 512  # with this many runs, no further block is examined
+EXAMINED = 16  # blocks examined per slice: each may be searched for in all groups of MOST_OTHERS namespaces
+FEW_BLOCKS = 256  # up to this many blocks are searched for in each namespace, without a table
+MOST_OTHERS = 16  # namespaces that are searched, the most similar ones first
+LATEST = 10  # requests listed in an answer, and engines explained in it
+EMPTY_START_SECONDS = 3600.0  # after an empty start, for which misses are attributed to it
 ASKED = ("once", "twice", "more")  # by class: how often evicted blocks had been requested
 HASHING = ("seed", "hash", "vllm", "block")  # identity fields that change the hashes of equal tokens
 _WORD = re.compile(r"[a-z_]{1,64}")
-_OLDEST = 1 << 53  # maximum age of a note in milliseconds
+_MAX_AGE_MS = 1 << 53  # of a note
 
 
 class Explanations:
+    """Takes engines' notes, and answers Why requests."""
+
     def __init__(self, cache: Cache, misses: MissLog) -> None:
         self._cache, self._misses = cache, misses
 
@@ -55,7 +57,7 @@ class Explanations:
                 raise BadArgument(f"more than {MAX_HASHES} hashes in one message")
             for note in request.notes:
                 check_hashes(note.hashes, group.hash_bytes)
-                if not (_WORD.fullmatch(note.cause) and 0 <= note.age_ms < _OLDEST):
+                if not (_WORD.fullmatch(note.cause) and 0 <= note.age_ms < _MAX_AGE_MS):
                     raise BadArgument("invalid note: the cause must be a lower-case word, the age not negative")
         except ClientError:
             self._cache.counters["notes_refused"] += len(request.notes)
@@ -68,14 +70,13 @@ class Explanations:
             self._misses.notes.append(EngineNote(at, session.engine.name, note.request, note.cause, len(note.hashes)))
 
     def answer(self, request: Why, now: float) -> Steps[Explained]:
-        """Answer with the known facts about the misses of the request whose name is or contains the given text.
-        O(its hashes)."""
+        """Explain the misses of the one request whose name is, or contains, the given text. O(its hashes)."""
         misses, text = self._misses, request.request
         lookups, notes = list(misses.lookups), list(misses.notes)  # copies: both may grow between slices
-        heard: list[Lookup | EngineNote] = [*lookups, *notes]
-        heard.sort(key=attrgetter("at"))
+        records: list[Lookup | EngineNote] = [*lookups, *notes]
+        records.sort(key=attrgetter("at"))
         yield
-        known = dict.fromkeys(map(attrgetter("request"), heard))  # in order of their first record
+        known = dict.fromkeys(map(attrgetter("request"), records))  # in order of their first record
         yield
         found = [text] if text in known else [each for each in known if text and text in each]
         answer = Answer(
@@ -94,24 +95,24 @@ class Explanations:
         )
         if len(found) == 1:
             yield
-            mine = [each for each in lookups if each.request == found[0]]
-            noted = [each for each in notes if each.request == found[0]]
-            engines = list(dict.fromkeys([*(each.engine for each in mine), *(each.engine for each in noted)]))
+            lookups = [each for each in lookups if each.request == found[0]]
+            notes = [each for each in notes if each.request == found[0]]
+            engines = list(dict.fromkeys([*(each.engine for each in lookups), *(each.engine for each in notes)]))
             answer.engines = len(engines)
             for engine in engines[-LATEST:]:
                 yield
-                records = (
-                    [each for each in mine if each.engine == engine],
-                    [each for each in noted if each.engine == engine],
+                of_engine = (
+                    [each for each in lookups if each.engine == engine],
+                    [each for each in notes if each.engine == engine],
                 )
-                answer.explained.append((yield from self._request(engine, found[0], *records, now)))
+                answer.explained.append((yield from self._explain(engine, found[0], *of_engine, now)))
         return Explained(request.id, packed(answer))
 
-    def _request(
+    def _explain(
         self, engine: str, name: str, lookups: list[Lookup], notes: list[EngineNote], now: float
     ) -> Steps[Explanation]:
-        """Return the result of an engine's request: of its last lookup, and the engine's notes."""
-        told = Explanation(
+        """Return the explanation of the last lookup of an engine's request, with the engine's notes."""
+        explanation = Explanation(
             request=name,
             engine=engine,
             notes=[Note(note.cause, round(now - note.at, 3), note.blocks) for note in notes],
@@ -122,24 +123,24 @@ class Explanations:
             lookups=len(lookups),
         )
         if not lookups:
-            return told
+            return explanation
         last = lookups[-1]
-        asked = decode_request(last.frame)
-        assert isinstance(asked, Acquire)
+        acquire = decode_request(last.frame)
+        assert isinstance(acquire, Acquire)
         yield
-        spec = self._misses.spaces.get(asked.namespace)
-        told.age_s = round(now - last.at, 3)
+        spec = self._misses.spaces.get(acquire.namespace)
+        explanation.age_s = round(now - last.at, 3)
         if spec:
-            told.namespace, told.model = spec.id, spec.model
-            told.block_tokens = spec.groups[asked.group].block_tokens
-        told.tokens, told.blocks, told.hits = asked.tokens, len(asked.hashes), last.hits
-        told.runs = yield from _Walk(self._cache, self._misses, last, asked).runs()
-        told.tiers = [run for each in last.below for run in each.told(last.at)]
-        return told
+            explanation.namespace, explanation.model = spec.id, spec.model
+            explanation.block_tokens = spec.groups[acquire.group].block_tokens
+        explanation.tokens, explanation.blocks, explanation.hits = acquire.tokens, len(acquire.hashes), last.hits
+        explanation.runs = yield from _Walk(self._cache, self._misses, last, acquire).runs()
+        explanation.tiers = [run for each in last.below for run in each.tier_runs(last.at)]
+        return explanation
 
 
-def kept_back(session: Session, request: Acquire, reply: Acquired, limits: Limits) -> tuple[str, int]:
-    """Return the cause for which cached blocks were withheld, and their number; ("", 0) if none were."""
+def withheld_blocks(session: Session, request: Acquire, reply: Acquired, limits: Limits) -> tuple[str, int]:
+    """Return the cause and the number of cached blocks that a lookup has withheld; ("", 0) if there are none."""
     if reply.pending:
         return "pending", reply.pending
     if reply.withheld:
@@ -162,7 +163,7 @@ class _Other(NamedTuple):
 
 
 class _Walk:
-    """Examines the blocks of one lookup in order. The last ones may be examined later, in a newer state."""
+    """Examines the blocks of one lookup in order. Between two slices, the state of the cache may change."""
 
     def __init__(self, cache: Cache, misses: MissLog, lookup: Lookup, asked: Acquire) -> None:
         self._cache, self._misses = cache, misses
@@ -175,7 +176,7 @@ class _Walk:
 
     @property
     def _group(self) -> Group | None:
-        """The requested group, or None: it may be removed between two slices."""
+        """The requested group; None if it has been removed."""
         space = self._cache.namespaces.get(self._asked.namespace)
         return space.groups[self._asked.group] if space else None
 
@@ -221,12 +222,12 @@ class _Walk:
         return count
 
     def _add(self, run: Run) -> None:
-        """Add a run, if it has any block: to the last one, if that has the same cause and facts."""
+        """Add a run unless it is empty, or extend the last one if both have the same cause and facts."""
         if run.first <= run.last and not (self._runs and self._runs[-1].extend(run)):
             self._runs.append(run)
 
     def _missed(self, place: int, block: bytes) -> Run | None:
-        """Return the cause for which a block was missing, None if it is unknown."""
+        """Return a run of one missed block, with its cause; None if the cause is unknown."""
         occasion = self._misses.find(block + self._tag, self._at)
         if occasion is not None:
             age = round(self._at - occasion.at, 3)
@@ -240,17 +241,16 @@ class _Walk:
             return run
         for other in self._others:
             may_have = self._places is None or other.number in self._places.get(block, ())
-            if may_have and self._held(other.number, block):
-                return self._apart(place, "elsewhere", other)
+            if may_have and self._had_block(other.number, block):
+                return self._run_elsewhere(place, "elsewhere", other)
         return None
 
     @staticmethod
-    def _apart(place: int, cause: str, other: _Other) -> Run:
+    def _run_elsewhere(place: int, cause: str, other: _Other) -> Run:
         return Run(place, place, cause, namespace=other.spec.id, model=other.spec.model, fields=other.differences)
 
     def _known_places(self, hashes: list[bytes]) -> Steps[dict[bytes, set[int]]]:
-        """Return, by block, the namespaces with a record of it. O(removed blocks): for few hashes, searching each
-        namespace is faster."""
+        """Return, by block, the namespaces with a record of it. O(removed blocks), which is too slow for few hashes."""
         places: dict[bytes, set[int]] = {}
         asked = set(hashes)
         yield
@@ -259,7 +259,7 @@ class _Walk:
                 if at % LOOK == 0:
                     yield
                 if (block := name[:-TAG_BYTES]) in asked:
-                    places.setdefault(block, set()).add(tagged(name))
+                    places.setdefault(block, set()).add(namespace_of(name))
         for other in self._others:
             yield
             space = self._cache.namespaces.get(other.number)
@@ -268,20 +268,21 @@ class _Walk:
                     places.setdefault(block, set()).add(other.number)
         return places
 
-    def _held(self, number: int, block: bytes) -> bool:
-        """Return whether another namespace held the block at the time of the lookup, or before."""
+    def _had_block(self, number: int, block: bytes) -> bool:
+        """Return True if another namespace had the block at the time of the lookup, or before."""
         for at in range(len(self._spaces[number].groups)):
             space = self._cache.namespaces.get(number)
             there = space.groups[at].visible.get(block) if space else None
             if there is not None and there.generation <= self._generation:
                 return True
             occasion = self._misses.find(block + tag(number, at), self._at)
-            if occasion is not None and occasion.cause in _LEFT:
+            if occasion is not None and occasion.cause in _WAS_CACHED:
                 return True
         return False
 
     def _bridge(self, missed: list[Run | None]) -> None:
-        """Attribute blocks between two found ones: namespaces with another block length share only some hashes."""
+        """Explain a block of unknown cause like the next one, if that was found in a namespace with another block size:
+        only some hashes are equal there."""
         following: Run | None = None
         for at in range(len(missed) - 1, -1, -1):
             known = missed[at]
@@ -293,7 +294,7 @@ class _Walk:
                 following = known if block else None
 
     def _unknown(self, place: int) -> Run:
-        """Return the cause for a block that was never stored, as far as is known."""
+        """Return a run of one block that, as far as is known, was never stored."""
         last = self._runs[-1] if self._runs else None
         if last is not None and last.cause in UNKNOWN:
             return msgspec.structs.replace(last, first=place, last=place)
@@ -303,16 +304,16 @@ class _Walk:
             if self._asked.salted:
                 return Run(place, place, "salted")
             for other in self._others:
-                if self._holds(other.number) and any(field in HASHING for field, _, _ in other.differences):
-                    return self._apart(place, "other_hashes", other)
-        if self._parts(place):
+                if self._has_model(other.number) and any(field in HASHING for field, _, _ in other.differences):
+                    return self._run_elsewhere(place, "other_hashes", other)
+        if self._had_sibling(place):
             return Run(place, place, "diverged")
-        if self._misses.empty_reason not in ("", "first") and self._at - self._misses.started_at < LATELY:
+        if self._misses.empty_reason not in ("", "first") and self._at - self._misses.started_at < EMPTY_START_SECONDS:
             return Run(place, place, "began_empty")
         return Run(place, place, "new")
 
-    def _parts(self, place: int) -> bool:
-        """Return whether, at the time of the lookup, the parent had another child."""
+    def _had_sibling(self, place: int) -> bool:
+        """Return True if the block's parent had another child at the time of the lookup."""
         if (group := self._group) is None:
             return False
         above = group.root if not place else group.visible.get(self._asked.hashes[place - 1])
@@ -328,7 +329,7 @@ class _Walk:
         if mine is None:
             return []
         ours = _facts(mine).items()
-        # There may be a thousand: differences are only listed for the most similar ones.
+        # There may be a thousand namespaces: only the differences to the most similar ones are listed.
         others = []
         for count, (number, spec) in enumerate(self._spaces.items()):
             if count % STEP == 0:
@@ -337,15 +338,16 @@ class _Walk:
                 others.append((len(ours ^ _facts(spec).items()), -number, spec))
         return [
             _Other(-number, spec, differences(_facts(mine), _facts(spec)))
-            for _, number, spec in nsmallest(OTHERS, others, key=lambda each: each[:2])
+            for _, number, spec in nsmallest(MOST_OTHERS, others, key=lambda each: each[:2])
         ]
 
-    def _holds(self, number: int) -> bool:
+    def _has_model(self, number: int) -> bool:
+        """Return True if another namespace has blocks of the same model."""
         mine, other = self._spaces[self._asked.namespace], self._cache.namespaces.get(number)
         return other is not None and other.spec.model == mine.model and any(group.visible for group in other.groups)
 
     def _writer(self, place: int) -> str:
-        """Return the engine that was writing the block; "" if it is no longer known."""
+        """Return the engine that was writing the block; "" if it is not known any more."""
         if (group := self._group) is None:
             return ""
         name = self._asked.hashes[place]
@@ -354,8 +356,8 @@ class _Walk:
         return account.engine if account is not None else ""
 
 
-# Causes for blocks that were cached; the other causes are for blocks that never were.
-_LEFT = {*EVICTED_FOR, "cleared", "corrupt", "different"}
+# Causes of misses of blocks that were once cached.
+_WAS_CACHED = {*EVICTED_FOR, "cleared", "corrupt", "different"}
 UNKNOWN = {"new", "diverged", "salted", "other_hashes", "began_empty"}
 
 

@@ -29,7 +29,7 @@ SPACES = 1024
 class Below(Protocol):
     """A tier's report about blocks that a lookup missed."""
 
-    def told(self, at: float) -> Iterable[TierRun]:
+    def tier_runs(self, at: float) -> Iterable[TierRun]:
         """Return the facts, by runs of blocks; `at` is the time of the lookup."""
         ...
 

@@ -79,7 +79,7 @@ class Report:
         pinned = yield from self._pinned()
         cache = self._cache
         return Pool(
-            **msgspec.structs.asdict(cache.survey()),
+            **msgspec.structs.asdict(cache.memory_figures()),
             blocks=sum(len(group.visible) for group in groups),
             blocks_writing=writing,
             blocks_hidden=hidden,

@@ -10,12 +10,12 @@ from kvcache_server.miss_report import TierRun
 
 
 class Inquiry(msgspec.Struct, gc=False):
-    """A question to a tier for the blocks of a chain that it has, and the outcome. Times are in seconds.
+    """A question to a tier, which blocks of a chain it has, and the outcome. Times are in seconds.
 
-    It is `answered` once the tier has reported that it has only the first `found` of the `asked` blocks. Of these,
-    `brought` ones are in the region, and `lost` ones will not come; the last change was `at`. `off` is the reason that
-    the tier was turned off before that; `writes_off`, that it could not be written to when it answered. `then` is the
-    inquiry to the next tier for the remaining blocks.
+    `answered` is set once the tier has reported that it has only the first `found` of the `asked` blocks. Of these,
+    `brought` blocks are in the region and `lost` ones will not arrive; `at` is the time of the last change. `off` is
+    the reason that the tier was turned off meanwhile; `writes_off` is the reason that nothing could be written to it
+    when it answered. `then` is the inquiry to the next tier for the remaining blocks.
     """
 
     tier: str = ""
@@ -30,28 +30,28 @@ class Inquiry(msgspec.Struct, gc=False):
     then: Inquiry | None = None
 
 
-class Said(msgspec.Struct, gc=False, frozen=True):
-    """A tier's report about `blocks` blocks of a lookup, from number `first` on; or, if still open, see `inquiry`."""
+class TierReport(msgspec.Struct, gc=False, frozen=True):
+    """A tier's report about `blocks` blocks of a lookup, from number `first` on; `inquiry` has the later outcome."""
 
     tier: str
-    cause: str  # as long as the inquiry has no result: a key of TIERS in commands/why.py
+    cause: str  # a key of TIERS in commands/why.py, valid until the inquiry has a result
     first: int
     blocks: int
     why: str = ""
     inquiry: Inquiry | None = None
 
-    def told(self, at: float) -> Iterator[TierRun]:
-        """Yield the facts, by runs of blocks; `at` is the time of the lookup."""
+    def tier_runs(self, at: float) -> Iterator[TierRun]:
+        """Yield the facts, by runs of blocks; `at` is the time of the lookup, in seconds."""
         if self.inquiry is not None and self.cause == "asked":
             yield from _asked(self.inquiry, self.first, self.blocks, at)
         elif self.inquiry is not None:
-            yield _came(self.inquiry, self.first, self.blocks, at, self.cause)
+            yield _fetched(self.inquiry, self.first, self.blocks, at, self.cause)
         else:
             yield _facts(self.tier, self.cause, self.first, self.blocks, self.why)
 
 
 def absent(writes_off: str) -> str:
-    """Return the cause for blocks that a tier does not have; `writes_off` is the reason if it cannot be written to."""
+    """Return the cause for blocks that a tier lacks; `writes_off` is the reason that it stores nothing, or ""."""
     return "not_written" if writes_off else "absent"
 
 
@@ -59,17 +59,17 @@ def _asked(inquiry: Inquiry, first: int, blocks: int, at: float) -> Iterator[Tie
     if not inquiry.answered:
         yield _facts(inquiry.tier, "off" if inquiry.off else "asked", first, blocks, inquiry.off)
         return
-    there = min(inquiry.found, blocks)
-    if there:
-        yield _came(inquiry, first, there, at, "coming")
-    if there < blocks:
+    found = min(inquiry.found, blocks)
+    if found:
+        yield _fetched(inquiry, first, found, at, "coming")
+    if found < blocks:
         cause = absent(inquiry.writes_off)
-        yield _facts(inquiry.tier, cause, first + there, blocks - there, inquiry.writes_off)
+        yield _facts(inquiry.tier, cause, first + found, blocks - found, inquiry.writes_off)
         if inquiry.then is not None:
-            yield from _asked(inquiry.then, first + there, blocks - there, at)
+            yield from _asked(inquiry.then, first + found, blocks - found, at)
 
 
-def _came(inquiry: Inquiry, first: int, blocks: int, at: float, cause: str) -> TierRun:
+def _fetched(inquiry: Inquiry, first: int, blocks: int, at: float, cause: str) -> TierRun:
     if inquiry.brought + inquiry.lost >= inquiry.found:
         cause = "lost" if inquiry.lost else "late"
     elif inquiry.off:

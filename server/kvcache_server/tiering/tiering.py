@@ -1,9 +1,9 @@
-"""All tiers of one cache: lookups report misses and hits to it, and tiers' sessions ask it for work. Pure.
+"""The tiers of one cache: lookups report hits and misses here, and the tiers' sessions poll for jobs. Pure.
 
     a lookup misses -> Exists -> the tier has the first blocks -> Fetch, part after part -> it reserves and settles
     a block is found again, or stored -> Store under a lease -> the tier has it
 
-A tier's reservations are like those of other sessions. Blocks that it has not brought when it leaves are not brought.
+A tier reserves and settles like any other session. When it leaves, its unfinished jobs are dropped.
 """
 
 from __future__ import annotations
@@ -28,39 +28,39 @@ from kvcache_server.core.lookups import last_end
 from kvcache_server.core.sessions import Session
 from kvcache_server.tiering.fetches import Fetch
 from kvcache_server.tiering.questions import Joint, Question, eta
-from kvcache_server.tiering.reports import Said, absent
+from kvcache_server.tiering.reports import TierReport, absent
 from kvcache_server.tiering.tier import Tier
 from kvcache_server.tiering.writes import Writing
 
-SHARE = 20  # a part in SHARE of the pool may be on its way from a tier, and another to it
+IN_FLIGHT_DIVISOR = 20  # capacity // IN_FLIGHT_DIVISOR bytes may be in flight from a tier, and as many to it
 MOST_TIERS = 8
-MOST_NAMES = 64  # of tiers, whose counts go on
-HANGING = 60.0  # seconds without a request, normally two per second, or without a report of all jobs
+MOST_NAMES = 64  # names of tiers whose counts continue when they come back
+HANGING = 60.0  # seconds without a poll, normally two per second, or without results, after which a tier is turned off
 STARTING, STARTING_ETA = 20.0, 0.05  # seconds that a tier may take to start, and until a lookup is repeated meanwhile
-MOST_JOBS = 64  # looks in one answer
-MOST_WRITES = 2048  # blocks in one answer, or looked at for it
-MOST_BLOCKS_OUT = 8192  # being written to one tier
-LONGEST = 1 << 14  # blocks of a look; the rest is asked for once those are hits
-MESSAGE = 1 << 20  # bytes of an answer after which no job follows; a frame may have 4 MiB
+MOST_EXISTS = 64  # Exists jobs in one answer
+MOST_WRITES = 2048  # blocks to store in one answer, or examined for it
+MOST_BLOCKS_OUT = 8192  # blocks being stored in one tier
+LONGEST = 1 << 14  # blocks of an Exists job; the rest follows once these are hits
+MESSAGE = 1 << 20  # bytes of an answer after which no job is added; a frame may have 4 MiB
 MOST_BATCH = 1 << 30  # bytes
-AHEAD_EVERY = 0.1  # seconds between two looks for blocks that are about to be evicted
-AHEAD_LEAVES = 64  # the coldest ones of each order, examined each time
-AHEAD_BLOCKS = 4096  # examined each time, in all
-JOB_BYTES = 128  # of a job in a message, besides its hashes, slots and checksums
+AHEAD_EVERY = 0.1  # seconds between two searches for blocks that are about to be evicted
+AHEAD_LEAVES = 64  # coldest leaves of each order that a search examines
+AHEAD_BLOCKS = 4096  # blocks that a search examines in all
+JOB_BYTES = 128  # bytes of a job in a message, besides its hashes, slots and checksums
 
 
 class Tiering:
-    """`requests` are the request types that it answers. A daemon without tiers calls no other method."""
+    """The tiers, and their jobs. `requests` are the types of the requests that `begin` takes."""
 
     requests = frozenset({m.PollJobs, m.JobResults})
 
     def __init__(self, cache: Cache, user: int) -> None:
         """Only sessions of `user` may be tiers."""
         self._cache, self._user = cache, user
-        self._tiers: dict[int, Tier] = {}  # by session, in the order in which they are asked
-        self._numbers = count(randbits(48))  # late reports to the last daemon are not mistaken for ours
+        self._tiers: dict[int, Tier] = {}  # by session, in the order in which they are queried
+        self._numbers = count(randbits(48))  # so that late results for the last daemon match no job
         self._counts: dict[str, Counter[str]] = {}  # by the tiers' names: they continue when a tier comes back
-        self._starting: set[str] = set()  # tiers that were never on
+        self._starting: set[str] = set()  # names of tiers that were never on
         self._starting_until = 0.0
 
     # Events in the cache.
@@ -80,7 +80,7 @@ class Tiering:
         for tier in self._tiers.values():
             if not tier.on:
                 continue
-            for first in {hits: None, begin: None}:  # blocks that others are writing may come from a tier
+            for first in {hits: None, begin: None}:  # blocks that other clients write may come from a tier, too
                 if first < len(hashes) and (fetch := tier.fetches.coming.get(hashes[first] + group.tag)) is not None:
                     return tier.fetches.coming_after(group, hashes, first) - hits, _milliseconds(eta(fetch.due, now))
             if begin == len(hashes):
@@ -88,11 +88,11 @@ class Tiering:
             name = hashes[begin]
             if not tier.knows(group, name, now):
                 parent = hashes[begin - 1] if begin else None
-                some = list(hashes[begin : begin + LONGEST])
-                tier.questions.ask(Question(session.engine.name, group, parent, some, now))
+                missing = list(hashes[begin : begin + LONGEST])
+                tier.questions.ask(Question(session.engine.name, group, parent, missing, now))
             if (answer := tier.questions.answers_in(name + group.tag, now)) is not None:
                 wait = answer
-                break  # the next tier is asked for blocks that this one lacks
+                break  # the next tier is queried for blocks that this one lacks
         return 0, _milliseconds(wait)
 
     def looked_up_with_suffixes(
@@ -130,14 +130,14 @@ class Tiering:
                 break  # other clients are writing all missing blocks
             if (answer := tier.questions.answers_in(name, now)) is not None:
                 wait = answer
-                break  # the next tier is asked for blocks that this one lacks
+                break  # the next tier is queried for blocks that this one lacks
         return 0, _milliseconds(wait)
 
     def _on_their_way(
         self, group: Group, hashes: Sequence[bytes], hits: int, start: int
     ) -> tuple[int, list[tuple[Tier, Fetch]]]:
-        """Return the number of blocks after which an engine can continue once tiers have brought all that is coming,
-        and the fetches of the blocks for that; no fetches if the number would not exceed `hits`.
+        """Return the number of blocks after which an engine can continue once all fetches have ended, and the fetches
+        that this needs; no fetches if the number would not exceed `hits`.
 
         The engine has the first `start` blocks itself.
         """
@@ -162,7 +162,7 @@ class Tiering:
 
     @staticmethod
     def _ask_jointly(tier: Tier, engine: str, group: Group, hashes: list[bytes], start: int, now: float) -> bool:
-        """Ask a tier for the blocks of all groups that are not cached; return whether any are missing."""
+        """Query a tier for the uncached blocks of all groups; return True if there are any."""
         names = hashes[start:]
         lacking = [(each, [name for name in names if not each.has_soon(name)]) for each in group.suffixes]
         if group is not group.suffixes[0]:
@@ -176,7 +176,7 @@ class Tiering:
         return bool(questions)
 
     def _found_jointly(self, tier: Tier, joint: Joint, engine: str, now: float) -> None:
-        """Bring the blocks that an engine needs to continue as far as possible, and ask the next tier for more."""
+        """Fetch the blocks that an engine needs to continue as far as possible, and query the next tier for more."""
         group, hashes = joint.group, joint.hashes
         if self._namespace(group) is None:
             return
@@ -206,7 +206,7 @@ class Tiering:
                 self._ask_jointly(other, engine, group, hashes, joint.start, now)
 
     def _next(self, tier: Tier, group: Group, name: bytes, now: float) -> Tier | None:
-        """Return the tier to ask for blocks that this one lacks."""
+        """Return the tier to query for blocks that `tier` lacks."""
         tiers = list(self._tiers.values())
         after = tiers[tiers.index(tier) + 1 :]
         return next((each for each in after if each.on and not each.knows(group, name, now)), None)
@@ -217,37 +217,37 @@ class Tiering:
     def _found_again(self, chain: Sequence[Block]) -> None:
         for tier in self._tiers.values():
             if tier.on and tier.policy != m.AHEAD and not tier.writes.has(chain[-1]):
-                # The first blocks that it lacks: the rest is of no use without them.
+                # Store the first blocks that it lacks: later ones are useless without them.
                 begin = bisect_left(chain, True, key=lambda block: not tier.writes.has(block))
                 tier.writes.store(tier.writes.lacking(chain[begin : begin + LOOK]))
 
     def _starts_in(self, now: float) -> float:
-        """Return the seconds until tiers that are starting may have some of the missing blocks; 0 if there are none."""
+        """Return the seconds until tiers that are starting may have missing blocks; 0 if no tier is starting."""
         return STARTING_ETA if self._starting and now < self._starting_until else 0.0
 
-    def said(
+    def explain_misses(
         self, group: Group, hashes: Sequence[bytes], hits: int, pending: int, now: float, start: int = 0
-    ) -> tuple[Said, ...]:
+    ) -> tuple[TierReport, ...]:
         """Return the reports of tiers about the blocks that a lookup has just missed. O(misses)."""
         if group.suffixes:
-            found = self._said_jointly(group, hashes, hits, now, start)
+            found = self._reports_jointly(group, hashes, hits, now, start)
         else:
-            found = self._said(group, hashes, hits, pending, now)
+            found = self._reports(group, hashes, hits, pending, now)
         if self._starts_in(now):
-            found += [Said(name, "starting", hits, len(hashes) - hits) for name in sorted(self._starting)]
+            found += [TierReport(name, "starting", hits, len(hashes) - hits) for name in sorted(self._starting)]
         return tuple(found)
 
-    def _said(self, group: Group, hashes: Sequence[bytes], hits: int, pending: int, now: float) -> list[Said]:
-        found: list[Said] = []
+    def _reports(self, group: Group, hashes: Sequence[bytes], hits: int, pending: int, now: float) -> list[TierReport]:
+        found: list[TierReport] = []
         begin = hits
         for tier in self._tiers.values():
             if not tier.on:
-                found.append(Said(tier.name, "off", begin, len(hashes) - begin, tier.off_because))
+                found.append(TierReport(tier.name, "off", begin, len(hashes) - begin, tier.off_because))
                 continue
             fetch = tier.fetches.coming.get(hashes[begin] + group.tag)
             if fetch is not None:
                 end = tier.fetches.coming_after(group, hashes, begin)
-                found.append(Said(tier.name, "coming", begin, end - begin, "", fetch.inquiry))
+                found.append(TierReport(tier.name, "coming", begin, end - begin, "", fetch.inquiry))
                 begin = end
             elif begin == hits:
                 begin += pending  # other clients are writing these
@@ -257,43 +257,46 @@ class Tiering:
             asked = tier.questions.asked.get(name)
             if asked is not None:
                 count = _common(asked.hashes, hashes, begin)
-                found.append(Said(tier.name, "asked", begin, count, "", asked.inquiry))
+                found.append(TierReport(tier.name, "asked", begin, count, "", asked.inquiry))
                 if count == LONGEST and begin + count < len(hashes):
-                    found.append(Said(tier.name, "beyond", begin + count, len(hashes) - begin - count))
-                break  # the next tier is asked for blocks that this one lacks
+                    found.append(TierReport(tier.name, "beyond", begin + count, len(hashes) - begin - count))
+                break  # the next tier is queried for blocks that this one lacks
             if tier.questions.is_absent(name, now):
-                found.append(Said(tier.name, absent(tier.writes_off), begin, len(hashes) - begin, tier.writes_off))
+                reason = tier.writes_off
+                found.append(TierReport(tier.name, absent(reason), begin, len(hashes) - begin, reason))
             elif fetch is None:
-                found.append(Said(tier.name, "not_asked", begin, len(hashes) - begin))
+                found.append(TierReport(tier.name, "not_asked", begin, len(hashes) - begin))
         return found
 
-    def _said_jointly(self, group: Group, hashes: Sequence[bytes], hits: int, now: float, start: int) -> list[Said]:
-        """The same in a namespace with suffix groups, in which a question is for all groups; later answers do not
-        change it."""
+    def _reports_jointly(
+        self, group: Group, hashes: Sequence[bytes], hits: int, now: float, start: int
+    ) -> list[TierReport]:
+        """The same in a namespace with suffix groups: a question is for all groups, and later answers change no
+        report."""
         hashes = hashes[: _longest(group)]
-        found: list[Said] = []
+        found: list[TierReport] = []
         if hits >= len(hashes):
             return found
         name, missed = hashes[-1] + group.tag, len(hashes) - hits
         end, fetches = self._on_their_way(group, hashes, hits, start)
         for tier in self._tiers.values():
             if not tier.on:
-                found.append(Said(tier.name, "off", hits, missed, tier.off_because))
+                found.append(TierReport(tier.name, "off", hits, missed, tier.off_because))
             elif any(each is tier for each, _ in fetches):
-                found.append(Said(tier.name, "coming", hits, end - hits))
+                found.append(TierReport(tier.name, "coming", hits, end - hits))
             elif fetches:
-                continue  # no tier is asked before these have come
+                continue  # no tier is queried before these have ended
             elif name in tier.questions.asked:
-                found.append(Said(tier.name, "asked", hits, missed))
-                break  # the next tier is asked for blocks that this one lacks
+                found.append(TierReport(tier.name, "asked", hits, missed))
+                break  # the next tier is queried for blocks that this one lacks
             else:
                 known = tier.questions.is_absent(name, now)
-                cause, said = (absent(tier.writes_off), tier.writes_off) if known else ("not_asked", "")
-                found.append(Said(tier.name, cause, hits, missed, said))
+                cause, reason = (absent(tier.writes_off), tier.writes_off) if known else ("not_asked", "")
+                found.append(TierReport(tier.name, cause, hits, missed, reason))
         return found
 
     def follow(self, changes: Iterable[Change]) -> None:
-        """Take up changes that the core has reported."""
+        """Process the changes that the core has reported."""
         if not self._tiers:
             return
         for change in changes:
@@ -313,7 +316,7 @@ class Tiering:
                     tier.writes.mark(block)
             if tier.policy != m.AHEAD and tier.on:
                 lacking = [block for block in tier.writes.lacking(blocks) if block.parent is not None]
-                if tier.policy == m.SECOND:  # computed again after eviction or refusal, or as most are
+                if tier.policy == m.SECOND:  # only blocks that were computed again, or are likely to be requested again
                     lacking = [each for each in lacking if each.tick & CLASS_MASK or self._likely(each.account)]
                 _store(tier, _with_ancestors(tier, lacking))
 
@@ -328,21 +331,21 @@ class Tiering:
     # Requests.
 
     def expect(self, names: Iterable[str], now: float) -> None:
-        """Let requests wait for tiers that are starting, which cannot be asked yet."""
+        """Let requests wait for the tiers with these names, which are starting."""
         self._starting, self._starting_until = {*names}, now + STARTING
         self._listen()
 
     def expect_no_more(self, name: str) -> None:
-        """Note that a tier has started, or cannot."""
+        """Note that a tier has started, or failed to start."""
         self._starting.discard(name)
         self._listen()
 
     def begin(self, session: int, request: Any, now: float) -> None:
-        """Take a request of a session. Raises NotPermitted, BadArgument, Unavailable; then nothing has changed."""
+        """Handle a request of a session. Raises NotPermitted, BadArgument, Unavailable; then nothing has changed."""
         if isinstance(request, m.PollJobs):
             self._enlist(self._cache.sessions[session], request, now)
         elif session in self._tiers:
-            self._worked(self._tiers[session], request, now)
+            self._take_results(self._tiers[session], request, now)
         else:
             self._cache.counters["jobs_unknown"] += 1
             if request.off:  # its store cannot be opened
@@ -364,18 +367,18 @@ class Tiering:
             if former is not None:  # it has resumed: its former jobs are void
                 self._turn_off(former, "resumed")
             if len(self._tiers) - (former is not None) >= MOST_TIERS:
-                raise NotPermitted(f"{MOST_TIERS} tiers: there can be no more")
+                raise NotPermitted(f"there are {MOST_TIERS} tiers already, the maximum")
             counts = Counter[str]()
             if len(self._counts) < MOST_NAMES:
                 counts = self._counts.setdefault(request.tier, counts)
             tier = Tier(session, request.tier, request.batch_bytes, request.writes, counts)
             self._tiers[session.id] = tier
-            session.engine.brings = True
+            session.engine.is_tier = True
             self.expect_no_more(tier.name)
         tier.off, tier.asked_at = "", now
         tier.writes_off, tier.removals_off = request.writes_off, request.removals_off
 
-    def _worked(self, tier: Tier, request: m.JobResults, now: float) -> None:
+    def _take_results(self, tier: Tier, request: m.JobResults, now: float) -> None:
         unknown = 0
         tier.heard_at = now
         for number, flags in request.exists:
@@ -403,9 +406,9 @@ class Tiering:
             self._turn_off(tier, request.off)
 
     def _ask_next(self, tier: Tier, question: Question, now: float) -> None:
-        """Ask the next tier for the blocks that this one lacks."""
-        blocks = question.inquiry.found
-        rest, parent = question.hashes[blocks:], question.hashes[blocks - 1] if blocks else question.parent
+        """Query the next tier for the blocks that this one lacks."""
+        found = question.inquiry.found
+        rest, parent = question.hashes[found:], question.hashes[found - 1] if found else question.parent
         if rest and (other := self._next(tier, question.group, rest[0], now)) is not None:
             following = Question(question.engine, question.group, parent, rest, now)
             if other.questions.ask(following):
@@ -429,7 +432,7 @@ class Tiering:
         jobs = m.Jobs(number)
         specs: dict[int, Any] = {}
         room = MESSAGE
-        while tier.questions.waiting and len(jobs.exists) < MOST_JOBS and room > 0:
+        while tier.questions.waiting and len(jobs.exists) < MOST_EXISTS and room > 0:
             question = tier.questions.waiting.popleft()
             namespace = self._namespace(question.group)
             if namespace is None:
@@ -440,7 +443,7 @@ class Tiering:
             specs[namespace.number] = namespace
             room -= _hash_bytes(question.group) * len(question.hashes)
             jobs.exists.append(m.Exists(job, namespace.id, question.group.number, question.hashes))
-        budget = max(self._cache.capacity // SHARE, tier.batch_bytes)
+        budget = max(self._cache.capacity // IN_FLIGHT_DIVISOR, tier.batch_bytes)
         while (
             tier.fetches.in_flight < budget
             and room > 0
@@ -461,20 +464,20 @@ class Tiering:
         most = MOST_WRITES
         while to_write and tier.writes.bytes_in_flight < budget and tier.writes.blocks_in_flight < MOST_BLOCKS_OUT:
             group = to_write[0][0].account.group
-            each = _hash_bytes(group) + REF_BYTES + len(group.spec.shards) * SUM_BYTES
-            if (taken := min(most, room // each)) <= 0:
+            entry_bytes = _hash_bytes(group) + REF_BYTES + len(group.spec.shards) * SUM_BYTES
+            if (limit := min(most, room // entry_bytes)) <= 0:
                 break
             waiting = tier.writes.waiting
-            if (write := self._write_out(tier, specs, taken)) is not None:
-                room -= each * len(write.hashes) + JOB_BYTES
-                jobs.stores.append(write)
+            if (store := self._next_store(tier, specs, limit)) is not None:
+                room -= entry_bytes * len(store.hashes) + JOB_BYTES
+                jobs.stores.append(store)
             most -= waiting - tier.writes.waiting
         if not (jobs.exists or jobs.fetches or jobs.stores):
             return None
         jobs.specs = [each.spec for number, each in specs.items() if number not in tier.session.attached]
         return jobs
 
-    def _write_out(self, tier: Tier, specs: dict[int, Any], most: int) -> m.Store | None:
+    def _next_store(self, tier: Tier, specs: dict[int, Any], most: int) -> m.Store | None:
         batch = tier.writes.next_batch(most)
         if not batch:
             return None
@@ -489,9 +492,9 @@ class Tiering:
         return m.Store(job, namespace.id, group.number, [block.hash for block in batch], slots, sums)
 
     def _look_ahead(self, tier: Tier) -> None:
-        """Let the tier store blocks that are about to be evicted, if they were ever found."""
+        """Let the tier store blocks that are about to be evicted, if lookups ever found them."""
         left, last = AHEAD_BLOCKS, tier.next_ahead
-        for account, leaf in self._cache.next_to_go(tier.next_ahead, AHEAD_LEAVES):
+        for account, leaf in self._cache.next_evictable(tier.next_ahead, AHEAD_LEAVES):
             if left <= 0 and account != last:
                 tier.next_ahead = account
                 return
@@ -504,14 +507,14 @@ class Tiering:
             left -= len(new)
             _store(tier, list(dropwhile(lambda block: not block.tick & CLASS_MASK, new))[::-1])
 
-    def hanging(self, now: float) -> list[str]:
-        """Turn off connected tiers that no longer ask for work or finish any, and return their names."""
+    def turn_off_hanging(self, now: float) -> list[str]:
+        """Turn off connected tiers that no longer poll, or finish no jobs, and return their names."""
         found = [tier for tier in self._on() if now - tier.active_at > HANGING]
         for tier in found:
             self._turn_off(tier, "hanging")
         return [tier.name for tier in found]
 
-    def undo(self, session: int) -> None:
+    def take_back_jobs(self, session: int) -> None:
         """Take back all jobs of a tier: an answer with jobs could not be sent."""
         tier = self._tiers.get(session)
         if tier is not None:
@@ -521,13 +524,13 @@ class Tiering:
         namespace = self._cache.namespaces.get(group.namespace)
         return namespace if namespace is not None and namespace.groups[group.number] is group else None
 
-    def _turn_off(self, tier: Tier, why: str) -> None:
-        for lease in tier.turn_off(why):
+    def _turn_off(self, tier: Tier, reason: str) -> None:
+        for lease in tier.turn_off(reason):
             self._end_lease(tier, lease)
 
     @staticmethod
     def _end_lease(tier: Tier, lease: int) -> None:
-        if lease in tier.session.leases:  # else its session has left, or resumed
+        if lease in tier.session.leases:  # otherwise, its session has ended or resumed
             tier.session.unpin(lease)
 
     def _listen(self) -> None:
@@ -544,7 +547,7 @@ def _longest(group: Group) -> int:
 
 
 def _here_or_coming(coming: Sequence[Mapping[bytes, Fetch]], group: Group) -> Callable[[bytes], bool]:
-    """Return a function that tells whether a block is cached, being written, or on its way from a tier."""
+    """Return a predicate: True for a block that is cached, being written, or being fetched from a tier."""
     visible, pending, tag = group.visible, group.pending, group.tag
 
     def is_here(name: bytes) -> bool:  # called for thousands of blocks
@@ -568,7 +571,7 @@ def _has_or_gets(group: Group, found: set[bytes], name: bytes) -> bool:
 
 
 def _with_ancestors(tier: Tier, blocks: Sequence[Block]) -> Sequence[Block]:
-    """Return `blocks`, each after those above it that the tier lacks: without these it is of no use."""
+    """Return `blocks`, each after its ancestors that the tier lacks, without which it is useless."""
     found: dict[int, Block] = {}
     most = len(blocks) + LOOK
     for block in blocks:
@@ -589,6 +592,6 @@ def _hash_bytes(group: Group) -> int:
 
 
 def _common(asked: Sequence[bytes], hashes: Sequence[bytes], begin: int) -> int:
-    """Return how many of the first of `asked` equal the hashes of a lookup from `begin` on."""
+    """Return the length of the common prefix of `asked` and of `hashes` from `begin` on."""
     pairs = zip(asked, islice(hashes, begin, None), strict=False)
     return next((at for at, (one, other) in enumerate(pairs) if one != other), min(len(asked), len(hashes) - begin))

@@ -1,7 +1,7 @@
-"""ZMTP 3.0 between one of our sockets and one peer: bytes in; messages, and bytes to send back, out. Pure.
+"""Parses what one peer sends to one of our sockets, and makes the answers that ZMTP 3.0 requires. Pure.
 
-Source: https://rfc.zeromq.org/spec/23. An implementation of our own, because libzmq limits neither the connections of a
-socket nor the parts of a message, aborts the process when descriptors run out, and hands each message through two
+The specification is https://rfc.zeromq.org/spec/23. We do not use libzmq here: it limits neither the connections of a
+socket nor the parts of a message, aborts the process when descriptors run out, and passes each message through two
 threads. We announce version 3.0, so that libzmq sends subscriptions as messages (spec/29), not as the commands of 3.1.
 """
 
@@ -13,8 +13,8 @@ from typing import NamedTuple
 from kvcache_proto.codec import MAX_FRAME, MAX_HANDSHAKE_FRAME
 from kvcache_proto.errors import BadFrame
 
-MAX_SKIPPED = 2 * MAX_FRAME  # bytes; a frame that is too long but not longer than this is refused, else cut off
-MAX_PARTS = 128  # likewise for the parts of a message; also the most commands between two messages
+MAX_SKIPPED = 2 * MAX_FRAME  # bytes; too long a frame is refused up to this size, beyond it the sender is cut off
+MAX_PARTS = 128  # the sender of a message with more parts, or of more commands in one `feed`, is cut off
 
 _MORE, _LONG, _COMMAND = 1, 2, 4  # flags of a frame
 _GREETING_BYTES = 64
@@ -22,14 +22,14 @@ _NULL = b"NULL".ljust(20, b"\0")
 
 
 class Role(NamedTuple):
-    """The type of a socket of ours, and its limits for peers.
+    """The type of one of our sockets, and its limits for peers.
 
     Attributes:
-        kind: its type, as in READY.
+        kind: the socket type that READY announces.
         peers: socket types that may talk to it.
         limit: bytes of the longest frame, until the receiver's own `limit` is raised.
-        skipped: bytes up to which a frame that is too long is refused and skipped; beyond, its sender is cut off.
-        parts: maximum number of parts of a message; one with more is refused.
+        skipped: bytes up to which too long a frame is refused and skipped; the sender of a longer one is cut off.
+        parts: maximum number of parts of a message; a message with more is refused.
     """
 
     kind: bytes
@@ -81,7 +81,7 @@ class Receiver:
     Attributes:
         ready: whether the handshake is complete.
         routing_id: the identity of the peer's socket, once it is ready.
-        answers: bytes to send back; the sender clears the list.
+        answers: bytes to send back; the caller clears the list.
         limit: bytes of the longest frame.
     """
 
@@ -103,7 +103,7 @@ class Receiver:
         self._rest = bytearray()  # an incomplete frame
         self._need = 0  # bytes needed before it is worth parsing again
         self._skip = 0  # bytes of a refused frame that are still to come
-        self._parts = self._commands = 0  # of the current message; since the last call of `feed`
+        self._parts = self._commands = 0  # numbers: of the current message; since the last call of `feed`
         self._earlier: list[bytes] = []  # parts of the current message before its last one
 
     @property
@@ -160,7 +160,7 @@ class Receiver:
                 break
             self._at = at + need
             body = data[begin : self._at]
-            if (not (flags & ~_LONG or self._parts) and self.ready) or self._take_other(flags, body):
+            if (not (flags & ~_LONG or self._parts) and self.ready) or self._handle_other(flags, body):
                 return body
         self._rest += memoryview(data)[at:]
         self._need = need
@@ -168,7 +168,7 @@ class Receiver:
         return None
 
     def next_parts(self) -> list[bytes] | None:
-        """Return the parts of the next message, None if no complete one is left. Raises like `take`."""
+        """Return the parts of the next message, None if no complete one is left. Raises the errors of `take`."""
         last = self.take()
         if last is None:
             return None
@@ -188,13 +188,13 @@ class Receiver:
             raise CutOff(f"a frame of {size} bytes")
         raise BadFrame(f"frame of {size} bytes: at most {self.limit}")
 
-    def _take_other(self, flags: int, body: bytes) -> bool:
-        """Take a command or one part of a message. Return whether a message is complete."""
+    def _handle_other(self, flags: int, body: bytes) -> bool:
+        """Handle a command or one part of a message. Return True if a message is complete."""
         if flags & _COMMAND and not flags & _MORE:
             self._commands += 1
             if self._commands > MAX_PARTS:
                 raise CutOff("nothing but commands")
-            self._obey(body)
+            self._handle_command(body)
             return False
         if flags & ~(_LONG | _MORE) or not self.ready:
             raise CutOff("a message before it is ready")
@@ -212,7 +212,7 @@ class Receiver:
         self._earlier = []
         raise BadFrame("a message must be one frame" if most == 1 else f"a message of {parts} parts: at most {most}")
 
-    def _obey(self, body: bytes) -> None:
+    def _handle_command(self, body: bytes) -> None:
         name, data = body[1 : 1 + body[0]] if body else b"", body[1 + body[0] :] if body else b""
         if name == b"READY" and not self.ready:
             properties = _properties(data)
@@ -229,7 +229,7 @@ class Receiver:
 
 
 def _properties(data: bytes) -> dict[bytes, bytes]:
-    """Return the metadata of a READY command, names in lower case. Raises CutOff."""
+    """Return the metadata of a READY command, with names in lower case. Raises CutOff."""
     found = {}
     at = 0
     while at < len(data):

@@ -36,12 +36,12 @@ class FairShare:
     def shares(self) -> Collection[Share]:
         return {account.share: None for account in self._accounts}.keys()
 
-    def next_to_go(self, start: int, most: int) -> Iterator[tuple[int, Block]]:
+    def next_evictable(self, start: int, most: int) -> Iterator[tuple[int, Block]]:
         """Iterate over about `most` leaves of each order that will be evicted soon, with the number of their account:
         accounts from number `start` on, then those before it. Some leaves may be gone already."""
         accounts = self._accounts
         numbers = ((start + each) % len(accounts) for each in range(len(accounts)))
-        return ((at, leaf) for at in numbers for order in accounts[at].orders for leaf in order.next_ones(most))
+        return ((at, leaf) for at in numbers for order in accounts[at].orders for leaf in order.coldest_entries(most))
 
     def join(self, account: Account) -> None:
         self._accounts.append(account)

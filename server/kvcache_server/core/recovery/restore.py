@@ -244,12 +244,14 @@ class Restoration:
                     granted[position] = Grant(some.block, some.row, reservation)
                     granted[position].settled, granted[position].verdict = reservation.all_shards, Verdict.FAILED
             grants = [granted[position] for position in range(len(granted))]
-            reservation.unsettled = sum(not grant.whole for grant in grants)
+            reservation.unsettled = sum(not grant.is_settled for grant in grants)
             if reservation.unsettled:
                 reservation.grants = grants
                 engine = self._registry.engines[some.block.account.engine]
                 engine.reservations[number] = reservation
-                engine.writing += sum(each.block.account.group.allocated_bytes for each in grants if not each.whole)
+                engine.writing += sum(
+                    each.block.account.group.allocated_bytes for each in grants if not each.is_settled
+                )
                 self._counters["reservations_recovered"] += 1
 
 
