@@ -58,7 +58,7 @@ def rows(dtype: str = "float32") -> Any:
 
 def test_each_content_has_hashes_of_its_own() -> None:
     contents = Contents(Adapters().digest)
-    kinds = [
+    kinds: list[dict[str, Any]] = [
         {"lora_request": lora, "prompt_embeds": embeddings}
         for lora in (None, adapter(b"one"), adapter(b"two"))
         for embeddings in (None, rows(), rows("bfloat16"))
@@ -76,7 +76,6 @@ def test_each_content_has_hashes_of_its_own() -> None:
         ({"lora_request": adapter(b"")}, "lora"),
         ({"lora_request": adapter(b""), "prompt_embeds": rows()}, "lora"),
         ({"lora_request": adapter(b"one"), "prompt_embeds": rows(), "prompt_is_token_ids": [True]}, "prompt_embeds"),
-        ({"lora_request": adapter(b"one"), "mm_features": ["image"]}, "multimodal"),
     ],
 )
 def test_what_is_left_alone_beside_an_adapter(facts: dict[str, Any], why: str) -> None:

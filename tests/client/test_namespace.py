@@ -135,6 +135,27 @@ def test_what_changes_the_bytes_parts_namespaces(path: str, value: Any) -> None:
     assert spec_of(other).id != spec_of().id
 
 
+def multimodal(folder: Path | None = None, **options: Any) -> Any:
+    config = vllm_config(str(folder) if folder else "meta/llama")
+    config.model_config.multimodal_config = SimpleNamespace(mm_processor_kwargs=None, mm_tensor_ipc="direct_rpc")
+    vars(config.model_config.multimodal_config).update(options)
+    return config
+
+
+def test_how_images_become_embeddings_parts_namespaces(tmp_path: Path) -> None:
+    """Identifiers of images cover their content and the options of a request, not those of the engine."""
+    processor = tmp_path / "preprocessor_config.json"
+    kinds = [spec_of(), spec_of(multimodal()), spec_of(multimodal(mm_processor_kwargs={"size": 5}))]
+    kinds += [spec_of(multimodal(an_option_of_a_later_version=True))]
+    kinds += [spec_of(multimodal(), here=HERE._replace(transformers="5.1"))]
+    for text in ("", '{"size": 5}'):
+        processor.write_text(text)
+        kinds.append(spec_of(multimodal(tmp_path)))
+    assert len({spec.id for spec in kinds}) == len(kinds)
+    assert spec_of(multimodal(mm_tensor_ipc="torch_shm")).id == kinds[1].id
+    assert spec_of(multimodal(), multimodal=False).id == kinds[0].id
+
+
 def test_an_ascend_engine_that_quantizes_what_it_loads_shares_nothing_with_its_producer() -> None:
     quantized = {}
     for consumer in (False, True):

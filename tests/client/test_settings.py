@@ -30,6 +30,7 @@ def test_every_field_can_be_given() -> None:
         "on_reset": "step-13",
         "gate": "off",
         "overlap": "off",
+        "multimodal": "off",
         "verify": "all",
         "canary_every": 100,
         "kv_load_failure_policy": "fail",

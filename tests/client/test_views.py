@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvcache_client.engines.vllm.views import request_view, step_view
+from kvcache_client.engines.vllm.views import Contents, request_view, step_view
 from kvcache_client.scheduler.requests import RequestState, follow_blocks
 from kvcache_client.scheduler.views import IDLE, NewTable, RequestView
 
@@ -44,12 +44,18 @@ def test_a_request_is_seen_as_it_is_and_what_grows_is_not_copied() -> None:
         ({}, ""),
         ({"lora_request": None, "mm_features": [], "prompt_embeds": None}, ""),
         ({"lora_request": "adapter"}, "lora"),
-        ({"mm_features": ["image"]}, "multimodal"),
+        ({"mm_features": ["image"]}, ""),
         ({"prompt_embeds": "tensor", "prompt_is_token_ids": [True, False]}, "prompt_embeds"),
     ],
 )
 def test_hashes_that_do_not_name_content(facts: dict[str, Any], why: str) -> None:
     assert request_view(a_request(**facts)).uncacheable == why
+
+
+def test_images_may_be_left_out() -> None:
+    contents = Contents(multimodal=False)
+    assert request_view(a_request(mm_features=["image"]), contents).uncacheable == "multimodal"
+    assert request_view(a_request(mm_features=[]), contents).uncacheable == ""
 
 
 def test_a_salt_and_a_wish_not_to_be_served() -> None:

@@ -254,13 +254,13 @@ def mother(of_the_run: Path) -> Iterator[Mother]:
 def write_model(mother: Mother, of_the_run: Path) -> Any:
     """`write_model(name, config)` writes a model with random weights, once, and returns its folder."""
 
-    def write(name: str, config: dict[str, Any]) -> str:
+    def write(name: str, config: dict[str, Any], op: str = "make_model") -> str:
         folder = of_the_run / name
         with locked(of_the_run / "model.lock"):
             if not folder.exists():
                 maker = EngineProcess(mother, of_the_run / "make.log")
                 try:
-                    maker.ask("make_model", folder=str(folder) + ".new", config=config)
+                    maker.ask(op, folder=str(folder) + ".new", config=config)
                 finally:
                     maker.close()
                 Path(str(folder) + ".new").rename(folder)
@@ -272,6 +272,12 @@ def write_model(mother: Mother, of_the_run: Path) -> Any:
 @pytest.fixture(scope="session")
 def model(write_model: Any) -> str:
     return str(write_model("tiny-llama", MODEL))
+
+
+@pytest.fixture(scope="session")
+def image_model(write_model: Any) -> str:
+    """A model that sees images, and has a tokenizer."""
+    return str(write_model("tiny-idefics", MODEL, "make_image_model"))
 
 
 @pytest.fixture(scope="module")
@@ -310,11 +316,14 @@ def engines(mother: Mother, model: str, tmp_path_factory: pytest.TempPathFactory
 
 @pytest.fixture(scope="module")
 def openai_servers(model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """`openai_servers(name, endpoint, extra, *arguments)` starts a server of vLLM with the connector, ready."""
+    """`openai_servers(name, endpoint, extra, *arguments)` starts a server of vLLM with the connector, ready.
+
+    `served` is the folder of another model, which has a tokenizer.
+    """
     logs = tmp_path_factory.mktemp("servers")
     started: list[OpenAIServer] = []
 
-    def start(name: str, endpoint: str, extra: dict[str, Any], *arguments: str) -> OpenAIServer:
+    def start(name: str, endpoint: str, extra: dict[str, Any], *arguments: str, served: str = "") -> OpenAIServer:
         connector = {
             "kv_connector": "KVCacheServerConnector",
             "kv_role": "kv_both",
@@ -323,11 +332,12 @@ def openai_servers(model: str, tmp_path_factory: pytest.TempPathFactory) -> Iter
             "kv_connector_extra_config": {"endpoint": endpoint, **SETTINGS, **extra},
         }
         options = [
-            *("--skip-tokenizer-init", "--enforce-eager", "--dtype", "float32", "--block-size", str(BLOCK)),
+            *(() if served else ("--skip-tokenizer-init",)),
+            *("--enforce-eager", "--dtype", "float32", "--block-size", str(BLOCK)),
             *("--kv-cache-memory-bytes", str(512 * BLOCK_BYTES), "--seed", "0"),
             *("--kv-transfer-config", json.dumps(connector)),
         ]
-        started.append(OpenAIServer(logs / f"{name}.log", _ENVIRONMENT, model, *options, *arguments))
+        started.append(OpenAIServer(logs / f"{name}.log", _ENVIRONMENT, served or model, *options, *arguments))
         return started[-1].wait_ready()
 
     try:

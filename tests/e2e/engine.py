@@ -37,6 +37,53 @@ class Engine:
         AutoModelForCausalLM.from_config(made).float().save_pretrained(folder)
         return {}
 
+    def make_image_model(self, folder: str, config: dict[str, Any]) -> dict[str, Any]:
+        """Write an Idefics 3 with random weights, `config` for its text part, whose images have 64 tokens each.
+
+        Its tokenizer has a token per byte, its chat template only joins the parts of messages.
+        """
+        import torch
+        from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+        from transformers import (
+            AutoConfig,
+            Idefics3ForConditionalGeneration,
+            Idefics3Processor,
+            PreTrainedTokenizerFast,
+        )
+        from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
+
+        special = ["<pad>", "<s>", "</s>", "<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>"]
+        letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+        tokenizer = Tokenizer(models.BPE({text: at for at, text in enumerate([*special, *letters])}, []))
+        tokenizer.pre_tokenizer, tokenizer.decoder = (
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+            decoders.ByteLevel(),
+        )
+        names = dict(zip(("pad_token", "bos_token", "eos_token"), special, strict=False))
+        fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, additional_special_tokens=special[3:], **names)
+        fast.chat_template = (
+            "{% for message in messages %}{% for part in message['content'] %}"
+            "{{ part['text'] if part['type'] == 'text' else '<image>' }}{% endfor %}{% endfor %}"
+        )
+        torch.manual_seed(0)
+        wide = {"initializer_range": 0.1}
+        vision = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, **wide}
+        made = AutoConfig.for_model(
+            "idefics3",
+            text_config={"model_type": "llama", **wide, **config},
+            vision_config={"image_size": 128, "patch_size": 8, **vision},
+            image_token_id=special.index("<image>"),
+            pad_token_id=0,
+            scale_factor=2,
+        )
+        Idefics3ForConditionalGeneration(made).float().save_pretrained(folder)
+        edge = {"longest_edge": 128}
+        images = Idefics3ImageProcessorPil(size=edge, max_image_size=edge, do_image_splitting=False)
+        processor = Idefics3Processor(images, fast, image_seq_len=64, chat_template=fast.chat_template)
+        processor.save_pretrained(folder)
+        fast.save_pretrained(folder)
+        return {}
+
     def open(self, connector: dict[str, Any] | None, **arguments: Any) -> dict[str, Any]:
         from vllm import LLM
 

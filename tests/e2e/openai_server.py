@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
@@ -117,6 +118,23 @@ class OpenAIServer:
                 return [token for tokens in events(response) for token in tokens]
             (choice,) = json.loads(response.read())["choices"]
             return list(choice["token_ids"])
+
+    def chat(self, *parts: dict[str, Any], max_tokens: int = 8) -> tuple[list[int], int]:
+        """Ask with one message of several parts; return the answer's tokens, and how many of the prompt were cached."""
+        body = {"model": "toy", "messages": [{"role": "user", "content": parts}], "max_tokens": max_tokens}
+        body |= {"temperature": 0.0, "ignore_eos": True, "return_token_ids": True}
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{self.port}/v1/chat/completions",
+            json.dumps(body).encode(),
+            {"Content-Type": "application/json"},
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=200) as response:
+                answer = json.loads(response.read())
+        except urllib.error.HTTPError as error:
+            raise Refused(error.read()) from None
+        cached = (answer["usage"].get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+        return list(answer["choices"][0]["token_ids"]), cached
 
     def hang_up_in_mid_stream(self, prompt: list[int], max_tokens: int, chunks: int) -> None:
         """Read `chunks` pieces of an answer that has more, then close the connection."""

@@ -39,9 +39,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
 from vllm.engine.arg_utils import EngineArgs
 from vllm.forward_context import set_forward_context
 from vllm.model_executor.models import registry
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import SamplingParams
 from vllm.v1.attention.backends import utils as layouts
+from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine import core
 from vllm.v1.engine.core import EngineCore
@@ -155,6 +157,23 @@ def embedded(embeddings: Any) -> list[int]:
     """Return tokens of which each stands for a row of embeddings."""
     rows = embeddings.float().numpy()
     return [VOCABULARY + int.from_bytes(hashlib.blake2b(row.tobytes(), digest_size=6).digest()) for row in rows]
+
+
+def image(offset: int, length: int, identifier: str) -> Any:
+    """Return an image of a prompt as vLLM's front end describes it, in place of `length` tokens from `offset` on."""
+    return MultiModalFeatureSpec(None, "image", identifier, PlaceholderRange(offset, length))
+
+
+def seen(tokens: Sequence[int], images: Sequence[Any]) -> list[int]:
+    """Return the tokens, with those that stand for rows of an image's embeddings in place of its placeholders."""
+    found = list(tokens)
+    for each in images:
+        at, length = each.mm_position.offset, each.mm_position.length
+        rows = (f"{each.identifier} {row}".encode() for row in range(length))
+        found[at : at + length] = [
+            VOCABULARY + int.from_bytes(hashlib.blake2b(row, digest_size=6).digest()) for row in rows
+        ]
+    return found
 
 
 def write_adapter(folder: Path, weights: str) -> Path:
@@ -293,6 +312,7 @@ class Held:
     drafts: list[int] = dataclasses.field(default_factory=list)  # what the drafter proposes after the last token
     lora: Any = None
     prompt: int = 0  # its tokens
+    images: Sequence[Any] = ()
     column: int | None = None  # of its tables, where its state is before any draft
     kept: int = 0  # how many columns behind that its state is now: one for each draft that was kept
     _digests: list[int] = dataclasses.field(default_factory=list)
@@ -514,17 +534,18 @@ class Runner:
                 tokens = embedded(embeddings)
             else:
                 assert new.prompt_token_ids is not None
-                tokens = list(getattr(new, "prefill_token_ids", None) or new.prompt_token_ids)
+                tokens = seen(getattr(new, "prefill_token_ids", None) or new.prompt_token_ids, new.mm_features)
             tables = [list(table) for table in new.block_ids]
-            self.held[new.req_id] = Held(tokens, tables, lora=new.lora_request, prompt=len(tokens))
+            images = new.mm_features
+            self.held[new.req_id] = Held(tokens, tables, lora=new.lora_request, prompt=len(tokens), images=images)
         cached = step.scheduled_cached_reqs
         for name, added, made in zip(cached.req_ids, cached.new_block_ids, cached.num_output_tokens, strict=True):
             held = self.held[name]
             held.forget(held.prompt + made)  # vLLM has thrown away what was computed with blocks that were not loaded
             if name in cached.resumed_req_ids:
-                tokens = list(cached.all_token_ids.get(name, held.tokens))
+                tokens = seen(cached.all_token_ids.get(name, held.tokens), held.images)
                 tables = [list(table) for table in added or ()]
-                self.held[name] = Held(tokens, tables, lora=held.lora, prompt=held.prompt)
+                self.held[name] = Held(tokens, tables, lora=held.lora, prompt=held.prompt, images=held.images)
             elif added is not None:
                 for table, more in zip(held.tables, added, strict=True):
                     table.extend(more)
@@ -1125,6 +1146,9 @@ class Engine:
             manager.backend, manager._use_async_grammar_compilation = AnyTokens(None, None, VOCABULARY), True
             manager.executor = manager.__dict__.get("executor") or ThreadPoolExecutor(1)
             manager.grammar_init(request)
+        if request.mm_features:  # the model's class would have told vLLM the size of its encoder's cache
+            self.scheduler.max_num_encoder_input_tokens = 1 << 20
+            self.scheduler.encoder_cache_manager = EncoderCacheManager(1 << 20)
         self.outputs[name] = []
         self.core.add_request(request)
         return request

@@ -290,8 +290,50 @@ def test_prompts_that_grow_are_left_alone(engines: Any, sim: Any, prompt: Any, i
     assert not one.counters.get("saved_bytes")
 
 
-def test_nobody_can_tell_from_an_identifier_whether_a_user_has_chosen_it() -> None:
-    """That is why requests with images are left alone: what a user chooses looks like vLLM's digest."""
+def test_an_image_is_content(engines: Any, sim: Any, prompt: Any, idle: Any, runner: str) -> None:
+    """The same text with the same image is found by another engine; with another image only what is before it."""
+    text, more = prompt(6 * BLOCK + 5), prompt(3 * BLOCK)
+    engines_of_a_host = one, two = engines("one"), engines("two")
+    before = 2 * BLOCK + 3  # tokens of text before the image
+
+    def ask(engine: Any, name: str, tokens: list[int], *images: Any) -> int:
+        """Return the hit tokens. As with a real processor, the prompt shows where an image is, not which."""
+        for each in images:
+            at, length = each.mm_position.offset, each.mm_position.length
+            tokens = [*tokens[:at], *[7] * length, *tokens[at + length :]]
+        answer = sim.expected(sim.seen(tokens, images), 3)
+        assert engine.generate(tokens, 3, name, mm_features=list(images)) == answer
+        idle()
+        return int(engine.prefills[name][2])
+
+    cat, dog = sim.image(before, 2 * BLOCK, "cat"), sim.image(before, 2 * BLOCK, "dog")
+    assert ask(one, "first", text, cat) == 0
+    assert ask(two, "the same", text, cat) == 6 * BLOCK
+    assert ask(two, "another image", text, dog) == 0, "its beginning is on the device"
+    assert ask(engines("three"), "no image", text) == 2 * BLOCK
+    assert ask(engines("four"), "another text", more + text, sim.image(len(more) + before, 2 * BLOCK, "cat")) == 0
+    smaller = sim.image(before, BLOCK, "cat")
+    assert ask(engines("five"), "cut short", text, smaller) == 3 * BLOCK
+    moved = sim.image(before + 1, 2 * BLOCK, "cat")
+    assert ask(engines("six"), "one token later", text, moved) == 2 * BLOCK
+    assert ask(engines("seven"), "two images", text, cat, sim.image(5 * BLOCK, BLOCK, "dog")) == 5 * BLOCK
+    assert not any(each.counters.get("lookups_declined_multimodal") for each in engines_of_a_host)
+
+
+def test_images_are_left_alone_if_the_host_says_so(engines: Any, sim: Any, prompt: Any, idle: Any) -> None:
+    tokens, image = prompt(4 * BLOCK + 5), sim.image(BLOCK, BLOCK, "cat")
+    one = engines("one", extra={"multimodal": "off"})
+    one.generate(tokens, 2, "image", mm_features=[image])
+    idle()
+    assert one.counters["lookups_declined_multimodal"] == 1
+    assert not one.counters.get("saved_bytes")
+    one.generate(prompt(4 * BLOCK), 2, "text")
+    idle()
+    assert one.counters["saved_bytes"] > 0
+
+
+def test_an_identifier_may_be_a_user_s_text() -> None:
+    """Users can thus name two images alike, also those of other users, and vLLM's own prefix cache believes them."""
     import inspect
 
     from PIL import Image

@@ -23,6 +23,7 @@ def runtime_facts(vllm_config: Any, spec: Any = None) -> RuntimeFacts:
 
     `spec` is a layer's specification, if this process has no model.
     """
+    import transformers
     import vllm
     from vllm.platforms import current_platform
     from vllm.utils.hashing import get_hash_fn_by_name
@@ -35,6 +36,7 @@ def runtime_facts(vllm_config: Any, spec: Any = None) -> RuntimeFacts:
         hash_bytes=len(hash_function("length")),
         seed=f"PYTHONHASHSEED={seed}" if seed is not None else compat.fixed_seed(hash_function),
         layout=compat.process_layout(vllm_config, spec),
+        transformers=transformers.__version__,
     )
 
 

@@ -69,8 +69,9 @@ class SchedulerSide(Side):
             session.close()
             return
         self.scheduler = scheduler
-        if lora := getattr(setup.vllm, "lora_config", None):
-            self._contents = Contents(Adapters(lora, scheduler.doubt).digest)
+        lora = getattr(setup.vllm, "lora_config", None)
+        digest = Adapters(lora, scheduler.doubt).digest if lora else None
+        self._contents = Contents(digest, setup.settings.multimodal == "on")
         self.feed = Feed(lambda: session.counters, lambda: scheduler.counters, up=lambda: session.up)
         if not session.up:  # the session has logged it
             return

@@ -112,7 +112,8 @@ def read_setup(side: object, in_scheduler: bool, vllm_config: Any, kv_cache: Any
         by_head = False
         log("share_tp has no effect, engines share with the same number of ranks only: %s", reason)
     engine, weights = engine_name(vllm_config), settings.weights_version
-    spec = namespace_spec(vllm_config, kv_cache, found, per_slot, engine, weights, by_head)
+    images = settings.multimodal == "on"
+    spec = namespace_spec(vllm_config, kv_cache, found, per_slot, engine, weights, by_head, images)
     if not found.seed:
         log(_RANDOM)
     split, groups = shards(vllm_config, kv_cache, by_head), groups_of(kv_cache, per_slot)

@@ -8,9 +8,10 @@ A request's KV depends on more than its tokens. vLLM's hashes name it, but not a
   two dtypes of one size (float16, bfloat16) may find blocks of either under one hash in its own prefix cache, and
   excludes all embeddings of that size from then on. If there are tokens among the embeddings, the hashes do not have
   their positions. Such requests are not cached.
-- Images, audio and video have identifiers: a digest of the content by vLLM's front end, or any text that a user has
-  chosen. The scheduler cannot distinguish them: if the processor has options, a digest of these and of such a text
-  replaces the text. Such requests are not cached.
+- Images, audio and video have identifiers: a digest of the content and of the request's processor options by vLLM's
+  front end, or a text that a user has chosen (`uuid`), which the scheduler cannot distinguish from a digest. vLLM's own
+  prefix cache trusts both; a host whose users may not be trusted with that sets `multimodal: off`. What the engine
+  itself configures is not in the identifier, but in the namespace: see `identity`.
 - A prompt that grows while its request runs (streaming input) replaces the last sampled token. Before 0.32, the hash of
   a block that this token has filled stays. Such requests are not cached.
 """
@@ -29,9 +30,12 @@ HINT = "kvcache"  # the key of our hints in a request's `kv_transfer_params`
 
 
 class Contents:
-    def __init__(self, digest: Callable[[Any], tuple[bytes, str]] | None = None) -> None:
-        """`digest` is that of `lora.Adapters`; without it, requests with LoRA are not cached."""
-        self._digest = digest
+    def __init__(self, digest: Callable[[Any], tuple[bytes, str]] | None = None, multimodal: bool = True) -> None:
+        """`digest` is that of `lora.Adapters`; without it, requests with LoRA are not cached.
+
+        `multimodal` is whether requests with images, audio or video are.
+        """
+        self._digest, self._multimodal = digest, multimodal
         self._dtypes: dict[int, set[str]] = {}  # of embeddings, by size
         # Kept as long as the scheduler's side knows the request: no hash is mixed twice.
         self._mixed: WeakValueDictionary[str, ContentHashes] = WeakValueDictionary()
@@ -39,7 +43,7 @@ class Contents:
     def of(self, request: Any) -> tuple[bytes, str]:
         """Return the bytes to mix into the hashes of a request, or b"" and the reason that its blocks are not
         cached."""
-        if getattr(request, "mm_features", None):
+        if not self._multimodal and getattr(request, "mm_features", None):
             return b"", "multimodal"
         if getattr(request, "resumable", False):
             return b"", "streaming"
