@@ -94,7 +94,7 @@ def test_the_settings_of_the_connector(key: str) -> None:
         value = connector.BLOCK_TOKENS  # what 0 stands for
     if key == "checkpoint_tokens":  # what None stands for
         value = connector.CHECKPOINT_TOKENS
-        assert default.endswith(f"; {connector.CHECKPOINT_TOKENS_ALONE} for models with windows alone")
+        assert default.endswith(f"; {connector.CHECKPOINT_TOKENS_ALONE} for models with only windows")
     if value != "":
         said = str(value).lower() if isinstance(value, bool | str) else f"{value:g}"
         assert default.replace("`", "").split(" ")[0].rstrip(":;") == said

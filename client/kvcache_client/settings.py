@@ -18,7 +18,7 @@ CONNECTOR = "KVCacheServerConnector"  # as vLLM knows it
 BLOCK_TOKENS = 128
 # Windows are also saved where prompts part, so that the second of two that begin alike has no more than this to compute
 # again. In replayed traces, fewer tokens find less: the windows take the room of other blocks. See
-# tests/bench/hybrids.py. With windows alone, it is not known where prompts part.
+# tests/bench/hybrids.py. With only windows, it is not known where prompts part.
 CHECKPOINT_TOKENS = 16384
 CHECKPOINT_TOKENS_ALONE = 2048
 RESETS = ("new", "keep")  # any other value of `on_reset` is a version
@@ -75,7 +75,7 @@ class ConnectorSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     save: str = "all"  # full blocks, or only those of the `prompt`
     save_mode: str = "eager"  # once blocks are full, or once the device is about to evict them (`lazy`)
     min_hits: int = 0  # requests of this engine that must have asked for a block before it is saved
-    checkpoint_tokens: int | None = None  # between places to continue in a model with windows; None: see above
+    checkpoint_tokens: int | None = None  # between positions to continue at in a model with windows; None: see above
     drain_ms: float = 5000.0  # how long a shutdown waits for running saves
     share_tp: bool = False  # share blocks with engines that have another number of tensor-parallel ranks
     weights_version: str = ""  # engines that name the same one have the same weights

@@ -425,7 +425,7 @@ def table(rows: list[Row]) -> str:
 
 def answer_table(answers: list[Answer]) -> str:
     head = (
-        *("question", "answer begins, cold", "from the cache", "speed-up", "answer ends, cold", "from the cache"),
+        *("question", "TTFT cold", "TTFT cached", "speed-up", "end cold", "end cached"),
         *("tokens loaded", "answers equal"),
     )
     cells = [

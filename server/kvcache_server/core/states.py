@@ -42,7 +42,7 @@ RESERVATION = (Step("open", "settle", "settled", "the last shard of its last slo
 LEASE = (
     Step("held", "release", "released", "the session releases it, ends, or stays away for too long"),
     Step("held", "reclaim", "held", "the session has resumed, and reports that it still holds the lease"),
-    Step("held", "lose", "lost", "when the session reclaims it, the block is gone, or the quota is exhausted"),
+    Step("held", "lose", "lost", "the session reclaims it, but the block is gone or the quota is exhausted"),
 )
 
 TABLES = {"slot": SLOT, "shard": SHARD, "reservation": RESERVATION, "lease": LEASE}

@@ -1,1 +1,1 @@
-"""Requests to the tiers below the region: to look up, bring and store blocks. Pure: a tier is a session."""
+"""Requests to the tiers below the region: look up, fetch and store blocks. Pure: tiers poll for them."""
