@@ -130,6 +130,10 @@ class Space:
             lease.pending, lease.coming, lease.eta = 0, 0, 0.0
         return lease
 
+    def prefetch(self, hashes: Sequence[bytes], *, request: str = "", tokens: int = 0, salted: bool = False) -> bool:
+        self._cache.prefetched.append((request, len(hashes)))
+        return True
+
     def reserve_runs_later(self, runs: Sequence[Run]) -> PendingReservation:
         ticket = PendingReservation(self._cache, self, runs)
         self._cache.asked.append(list(runs))
@@ -165,12 +169,13 @@ class Space:
 class Cache:
     """A session. `quota` blocks may be pinned by one lease; `refusal` is what reservations are answered with."""
 
-    engine, deadline, up = "toy", 5.0, True
+    engine, deadline, up, capacity = "toy", 5.0, True, 1 << 30
 
     def __init__(self) -> None:
         self.spaces: dict[str, Space] = {}
         self.leases: set[int] = set()
         self.lookups: list[str] = []
+        self.prefetched: list[tuple[str, int]] = []
         self.asked: list[list[Run]] = []
         self.tickets: list[PendingReservation] = []
         self.open: dict[int, list[tuple[Space, bytes]]] = {}

@@ -238,7 +238,7 @@ def test_a_welcome_that_was_never_read_costs_nothing(warm: Any, start_daemon: An
             door = shake_hands(warm.endpoint, "slow", "", PATIENCE, None, last)
             assert (door.welcome.resumed, door.welcome.session) == (True, int(number))
             daemon.kill()
-            for descriptor in (door.connection, door.lock, door.region):
+            for descriptor in (door.descriptor, door.lock, door.region):
                 forks.close(descriptor)
         start_daemon(endpoint=warm.endpoint, keep="true")
         slow.send_signal(signal.SIGCONT)

@@ -484,7 +484,7 @@ def test_locks_of_a_client_do_not_keep_a_daemon_out(start_daemon: Any, region_di
         assert (done.returncode, done.stdout) == (0, "discarded\n"), done.stderr
     finally:
         os.close(again)
-        for descriptor in (door.region, door.lock, door.connection):
+        for descriptor in (door.region, door.lock, door.descriptor):
             forks.close(descriptor)  # forked children would close what has their numbers next
     assert not list(region_dir.iterdir())
 

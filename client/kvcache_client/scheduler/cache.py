@@ -71,6 +71,10 @@ class CacheNamespace(Protocol):
         start: int = 0,
     ) -> CacheLease: ...
 
+    def prefetch(
+        self, hashes: Sequence[bytes], *, request: str = "", tokens: int = 0, salted: bool = False
+    ) -> bool: ...
+
     def reserve_runs_later(self, runs: Sequence[Run]) -> CachePendingReservation: ...
 
     def settle(
@@ -101,6 +105,9 @@ class CacheSession(Protocol):
 
     @property
     def deadline(self) -> float: ...
+
+    @property
+    def capacity(self) -> int: ...
 
     def attach(
         self, spec: NamespaceSpec, shards: Sequence[int], ceiling_bytes: int, wait: bool = True

@@ -20,6 +20,7 @@ from kvcache_client.scheduler.loads import Loads
 from kvcache_client.scheduler.lookups import Lookups
 from kvcache_client.scheduler.membership import Membership
 from kvcache_client.scheduler.notes import Notes
+from kvcache_client.scheduler.queue import Queue
 from kvcache_client.scheduler.requests import LookupResult, Requests, RequestState
 from kvcache_client.scheduler.saves import Demand, Saves
 from kvcache_client.scheduler.summary import Summary
@@ -74,6 +75,7 @@ class Scheduler:
         self._canaries = Canaries(group, settings.canary_every if group.has_full else 0, block_bytes)
         self._summary = Summary(lambda line: logger.info("engine %s, %s", session.engine, line), counters.snapshot)
         self._requests = Requests(engine.tables)
+        self._queue = Queue(group, block_bytes, counters)
         # Device blocks that ranks read, or fill for a request that already runs, until they are reassigned.
         self._being_read: set[int] = set()
         self._step = 0
@@ -86,6 +88,11 @@ class Scheduler:
 
     # Lookups.
 
+    def queued(self, request: RequestView) -> None:
+        """Note that the engine has queued a request."""
+        if self._engine.loads:
+            self._queue.add(request)
+
     def matched_tokens(self, request: RequestView, computed: int) -> tuple[int | None, bool]:
         """Return the number of cached tokens beyond the `computed` ones, and whether they are loaded asynchronously.
 
@@ -93,6 +100,7 @@ class Scheduler:
         use up this engine's pin quota, another request is loading most of the blocks, or the engine could wait forever
         for the device blocks that this load would hold.
         """
+        self._queue.leave(request.id)
         state = self._track(request)
         tokens, is_load = self._match(state, computed)
         return (tokens, is_load) if self._admission is None else self._admission.answer(state, tokens, is_load)
@@ -309,6 +317,8 @@ class Scheduler:
             membership.compare_weights()
         if self._notes.entries:
             self._send_notes()
+        if self._queue.waiting and self._may_prefetch:
+            self._queue.announce(membership.namespace, self._session.capacity)
         if not (requests or self._saves.waiting or self._canaries.due or requests.finished or membership.announced):
             return StepPlan(self._step, timed=True) if timed else NOTHING
         loads = self._loads.take_jobs() if self._loads.jobs else []
@@ -373,6 +383,7 @@ class Scheduler:
 
     def finished(self, request_id: str, computed: int) -> None:
         """Save the blocks that a request's last step has filled; the engine may take them back at once."""
+        self._queue.leave(request_id)
         if (state := self._requests.finish(request_id)) is None:
             return
         # Saves may keep the request as long as the device has its blocks. So it drops the engine's own objects, unless
@@ -433,6 +444,10 @@ class Scheduler:
     @property
     def _may_hint(self) -> bool:
         return self._group.has_full and self._membership.shares
+
+    @property
+    def _may_prefetch(self) -> bool:
+        return self._session.up and self._membership.shares and not self._membership.joining
 
     @property
     def _may_save(self) -> bool:

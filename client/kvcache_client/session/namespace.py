@@ -162,6 +162,18 @@ class Namespace:
             return self._no_lease("lookups_refused")
         return Lease(self._daemon, connection, parts, reply)
 
+    def prefetch(self, hashes: Sequence[bytes], request: str = "", tokens: int = 0, salted: bool = False) -> bool:
+        """Have the daemon's tiers fetch those of `hashes` that are not cached; never waits, and pins nothing.
+
+        The arguments are those of `acquire`. Returns whether it was sent. Raises BadArgument for values out of bounds.
+        """
+        self._check(hashes, 0)
+        connection, number = self._joined()
+        if connection is None:
+            return False
+        asked = m.Acquire(0, b"", number, _listed(hashes), 0, False, False, request[:MAX_NAME], tokens, salted)
+        return self._daemon.post(connection, asked, "prefetches_stale", lambda reply: None)
+
     def _no_lease(self, reason: str) -> Lease:
         self._daemon.count(reason)
         return Lease(self._daemon, None, failed=True)

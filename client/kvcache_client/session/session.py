@@ -176,6 +176,11 @@ class Session:
             raise RegionError("the slot lies in another region: the daemon was restarted with a new one")
         return slot.view(shard)
 
+    @property
+    def capacity(self) -> int:
+        """Bytes of the mapped region; 0 if there is none."""
+        return self.region.bytes if self.region is not None else 0
+
     def on_region(self, callback: Callable[[Region], None]) -> None:
         """Call `callback` with the present region, if there is one, and with each later one.
 

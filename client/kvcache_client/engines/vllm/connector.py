@@ -86,6 +86,7 @@ class KVCacheServerConnector(KVConnectorBase_V1, SupportsHMA):
 
     set_xfer_handshake_metadata_pp_aware = _scheduler_hook(SchedulerSide.set_xfer_handshake_metadata_pp_aware)
     bind_gpu_block_pool = _scheduler_hook(SchedulerSide.bind_gpu_block_pool)
+    on_new_request = _scheduler_hook(SchedulerSide.on_new_request)
     get_num_new_matched_tokens = _scheduler_hook(SchedulerSide.get_num_new_matched_tokens, lambda *_, **__: (0, False))
     update_state_after_alloc = _scheduler_hook(SchedulerSide.update_state_after_alloc)
     build_connector_meta = _scheduler_hook(SchedulerSide.build_connector_meta, SchedulerSide.last_metadata)

@@ -158,6 +158,10 @@ class SchedulerSide(Side):
         """From 0.32 on, vLLM calls `bind_kv_cache_manager`, which calls this."""
         self._block_pool = gpu_block_pool
 
+    def on_new_request(self, request: Any) -> None:
+        if self.scheduler is not None and getattr(request, "lora_request", None) is None:  # its digest may take long
+            self.scheduler.queued(request_view(request, self._contents))
+
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         if self.scheduler is None:
             return 0, False
