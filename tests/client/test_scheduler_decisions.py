@@ -321,6 +321,45 @@ def test_a_tier_is_waited_for_while_computing_takes_longer(
     assert asked == [(BLOCK, 3 * BLOCK)], "what the tier brings would be computed, and nothing else"
 
 
+def test_requests_that_wait_in_the_queue_are_announced_in_order_and_up_to_a_limit(cache: Cache) -> None:
+    engine = Engine(cache)
+    cache.capacity = 8 * 5 * 4096  # five blocks may be announced
+    requests = [engine.request(f"r{number}", chain(f"r{number}", 2)) for number in range(4)]
+    others = [
+        engine.request("huge", chain("huge", 6)),
+        engine.request("short", [], extra=3),
+        engine.request("odd", chain("odd", 2), uncacheable="streaming"),
+        engine.request("alone", chain("alone", 2), skips_cache=True),
+    ]
+    for request in (requests[0], *others, *requests[1:]):
+        engine.scheduler.queued(request.view)
+    assert engine.ask(requests[0]) == NO_HIT, "it is scheduled at once"
+    assert not cache.prefetched
+    engine.step()
+    assert cache.prefetched == [("r1", 2), ("r2", 2)], "six blocks are more than may be announced"
+    engine.step()
+    assert len(cache.prefetched) == 2, "each is announced once"
+    engine.finish(requests[1])  # aborted
+    engine.step()
+    assert cache.prefetched[2:] == [("r3", 2)]
+    assert engine.ask(requests[2]) == engine.ask(requests[3]) == NO_HIT
+    engine.scheduler.queued(engine.request("next", chain("next", 5)).view)
+    engine.step()
+    assert cache.prefetched[3:] == [("next", 5)]
+    assert engine.scheduler.counters["prefetches"] == 4
+
+
+def test_nothing_is_announced_to_a_daemon_that_is_down(cache: Cache) -> None:
+    engine = Engine(cache)
+    cache.up = False
+    engine.scheduler.queued(engine.request("r", chain("r", 2)).view)
+    engine.step()
+    assert not cache.prefetched
+    cache.up = True
+    engine.step()
+    assert cache.prefetched == [("r", 2)]
+
+
 def test_another_request_of_the_same_name_starts_from_nothing(cache: Cache) -> None:
     engine, run = Engine(cache), chain("a", 4)
     cache.store(run)

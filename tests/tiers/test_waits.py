@@ -25,7 +25,7 @@ from tiered import (
 
 from kvcache_client import Session
 from kvcache_client.scheduler.scheduler import Scheduler
-from kvcache_client.scheduler.views import EngineFacts, RequestView
+from kvcache_client.scheduler.views import IDLE, EngineFacts, RequestView
 from kvcache_client.session.namespace import Namespace
 from kvcache_client.settings import ConnectorSettings
 
@@ -165,4 +165,27 @@ def test_an_engine_waits_for_a_slow_tier(
             assert time.monotonic() < until
             time.sleep(0.005)
         assert answer == (24 * 16, True)
+        scheduler.close()
+
+
+def test_blocks_come_while_their_request_waits_in_the_queue(
+    daemon: Daemon, engine: ToyEngine, url: str, tmp_path: Path
+) -> None:
+    """The engine is busy, and has not looked the request up yet. Nothing is pinned until it does."""
+    names = hashes(1, 24)
+    with a_tier(tmp_path, url, daemon.endpoint, env=patched(tmp_path, SLOW_DISK)):
+        wait_open(daemon)
+        save_below(daemon, engine, names)
+        session = Session.connect(daemon.endpoint, engine="toy", deadline=5.0)
+        scheduler = Scheduler(session, SPEC, ConnectorSettings(gate="off", canary_every=0), EngineFacts(16))
+        request = RequestView("r", 24 * 16 + 1, 24 * 16 + 1, names)
+        lookups = daemon.status()["namespaces"][0]["lookups"]
+        scheduler.queued(request)
+        for _ in range(3):
+            scheduler.plan(IDLE)
+        wait_tier(daemon, "blocks_brought", 24)
+        status = daemon.status()
+        assert status["namespaces"][0]["lookups"] == lookups + 1, "it is announced once"
+        assert status["pool"]["pinned_bytes"] == 0
+        assert scheduler.matched_tokens(request, 0) == (24 * 16, True), "there is nothing to wait for"
         scheduler.close()
