@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import queue
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
@@ -175,13 +177,19 @@ class _Views(NamedTuple):
 
 
 class _Queue:
-    """Runs jobs in order, on a thread. Called from one thread."""
+    """Runs jobs in order, on a thread. Called from one thread.
+
+    Not an executor: its future and its lock per job would take longer than to queue a block's save.
+    """
 
     def __init__(self, name: str, copy: Callable[[Job], None]) -> None:
         self._copy = copy
         self._later: deque[Job] = deque()  # the last of `_unended`: those that have not been started
-        self._unended: dict[Job, futures.Future[None]] = {}
-        self._thread = futures.ThreadPoolExecutor(1, name)
+        self._unended: dict[Job, None] = {}  # in order
+        self._changed = threading.Condition()  # a job has ended
+        self._started: queue.SimpleQueue[Job | None] = queue.SimpleQueue()  # None: end
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
         self._closed = False
 
     def put(self, job: Job) -> None:
@@ -189,7 +197,7 @@ class _Queue:
             job.error = "the device is closed"
             job.ended(job)
             return
-        self._unended[job] = futures.Future()
+        self._unended[job] = None
         self._later.append(job)
         if not job.later:
             self.start(job)
@@ -197,44 +205,53 @@ class _Queue:
     def start(self, last: Job) -> None:
         """Start the jobs up to `last`, if it has not been started."""
         while last in self._later:
-            self._thread.submit(self._run, self._later.popleft())
+            self._started.put(self._later.popleft())
 
     def wait(self, concerned: Callable[[Job], bool]) -> None:
         """Wait until the jobs for which `concerned` returns True have ended."""
-        futures.wait([future for job, future in self._unended.copy().items() if concerned(job)])
+        self._wait([job for job in self._unended.copy() if concerned(job)])
 
     def linger(self, seconds: float) -> None:
         """Wait at most `seconds` for the end of the first job, if it has been started."""
-        unended = [*self._unended.copy().items()]
-        if unended and unended[0][0] not in self._later:
-            futures.wait([unended[0][1]], seconds)
+        unended = [*self._unended.copy()]
+        if unended and unended[0] not in self._later:
+            self._wait(unended[:1], seconds)
 
     def drain(self, seconds: float) -> bool:
-        return not futures.wait(self._unended.copy().values(), seconds).not_done
+        return self._wait([*self._unended.copy()], seconds)
+
+    def _wait(self, jobs: Sequence[Job], seconds: float | None = None) -> bool:
+        """Wait at most `seconds` for the end of jobs; return whether all have ended."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not any(job in self._unended for job in jobs), seconds)
 
     def close(self) -> None:
         self._closed = True
-        self._thread.shutdown(cancel_futures=True)
+        self._started.put(None)
+        self._thread.join()
         self._later.clear()
-        for job in list(self._unended):
+        for job in [*self._unended]:
             job.error = "the device was closed before the copy began"
             self._end(job)
 
-    def _run(self, job: Job) -> None:
-        begin = time.perf_counter()
-        try:
-            self._copy(job)
-        except Exception as error:  # noqa: BLE001  # its owner gets the error of a bad job
-            job.error = f"{type(error).__name__}: {error}"
-        job.seconds = time.perf_counter() - begin
-        self._end(job)
+    def _run(self) -> None:
+        while (job := self._started.get()) is not None and not self._closed:
+            begin = time.perf_counter()
+            try:
+                self._copy(job)
+            except Exception as error:  # noqa: BLE001  # its owner gets the error of a bad job
+                job.error = f"{type(error).__name__}: {error}"
+            job.seconds = time.perf_counter() - begin
+            self._end(job)
 
     def _end(self, job: Job) -> None:
         try:
             job.ended(job)
         except Exception:  # the engine's step waits for the jobs behind this one
             logger.exception("the owner of a copy failed to take its end")
-        self._unended.pop(job).set_result(None)
+        with self._changed:
+            del self._unended[job]
+            self._changed.notify_all()
 
 
 def _allocation(tensor: Any) -> tuple[int, int]:
