@@ -202,7 +202,7 @@ def test_tables_of_all_groups_are_followed() -> None:
 def test_what_was_found_for_another_beginning_is_looked_up_again() -> None:
     """Of the suffix groups of the first two blocks, none was asked for: the engine had them then, and has one of them
     now."""
-    lookups = Lookups(several(FULL, WINDOW), 1, "off", Counters(), None)  # type: ignore[arg-type]
+    lookups = Lookups(several(FULL, WINDOW), 1, 4096, "off", Counters(), None)  # type: ignore[arg-type]
     state = RequestState(request(20))
     state.lookup = LookupResult(SimpleNamespace(id=1), 4, 4, 0.0, had=2)  # type: ignore[arg-type]
     assert [lookups.known(state, 4, start, 0.0) is None for start in (6, 4, 3, 2)] == [False, False, True, True]
@@ -210,7 +210,7 @@ def test_what_was_found_for_another_beginning_is_looked_up_again() -> None:
 
 
 def test_a_preempted_request_does_not_part_from_what_it_has_saved_itself() -> None:
-    lookups = Lookups(several(FULL, WINDOW), 1, "off", Counters(), None)  # type: ignore[arg-type]
+    lookups = Lookups(several(FULL, WINDOW), 1, 4096, "off", Counters(), None)  # type: ignore[arg-type]
     state = RequestState(request(41))
 
     def divergence(found: int) -> int:

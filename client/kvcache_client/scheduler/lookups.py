@@ -12,6 +12,7 @@ from kvcache_client.scheduler.events import EngineEvents
 from kvcache_client.scheduler.groups import FullAttention
 from kvcache_client.scheduler.loads import Loads
 from kvcache_client.scheduler.notes import Notes
+from kvcache_client.scheduler.queue import Queue
 from kvcache_client.scheduler.requests import LookupResult, RequestState
 from kvcache_client.session.checksums import pick_sums
 from kvcache_proto.errors import KVCacheError
@@ -27,12 +28,14 @@ IDLE_SCHEDULES = 2  # schedules after which a lease that no load has taken is gi
 
 
 class Lookups:
-    """`spent` are the seconds that lookups took in this schedule; `holding` are requests whose lookup holds a lease."""
+    """`spent` are the seconds that lookups took in this schedule; `holding` are requests whose lookup holds a lease;
+    `queue` has the requests that were not looked up yet."""
 
     def __init__(
         self,
         group: FullAttention,
         shards: int,
+        block_bytes: int,
         verify: str,
         counters: Counts,
         notes: Notes,
@@ -45,6 +48,7 @@ class Lookups:
         self._group, self._shards, self._verify = group, shards, verify
         self._counters, self._notes, self._events = counters, notes, events
         self.holding: dict[str, RequestState] = {}
+        self.queue = Queue(group, block_bytes, counters)
         self._stalled: dict[bytes, float] = {}  # seconds that a block may be waited for after a vain wait
 
     def known(self, state: RequestState, limit: int, start: int, now: float) -> LookupResult | None:

@@ -139,7 +139,7 @@ class Saves:
         `demand` limits the saves; `timing` keeps full blocks until they are due.
         """
         self.waiting: list[_Sent] = []
-        self.demand, self._timing = demand, timing
+        self.demand, self.timing = demand, timing
         self._group, self._verify = group, verify
         self._counters, self._notes, self._events, self._clock = counters, notes, events, clock
         self._next: list[_Asked] = []
@@ -157,7 +157,7 @@ class Saves:
             full = min(full, progress.limit)
         if full <= first or request.uncacheable or state.barred or state.loading or self._paused(state):
             return
-        if self._timing.hold(state, first, full):
+        if self.timing.hold(state, first, full):
             progress.saved = full
             return
         keys = group.keys(request.hashes)
@@ -189,7 +189,7 @@ class Saves:
 
     def ask_due(self) -> None:
         """Note the blocks that were kept and are due, for the next `send`."""
-        for due in self._timing.due():
+        for due in self.timing.due():
             keys = self._group.keys(due.state.request.hashes)
             self._ask_run(due.state, keys, due.first, due.end, due.blocks)
 

@@ -20,7 +20,6 @@ from kvcache_client.scheduler.loads import Loads
 from kvcache_client.scheduler.lookups import Lookups
 from kvcache_client.scheduler.membership import Membership
 from kvcache_client.scheduler.notes import Notes
-from kvcache_client.scheduler.queue import Queue
 from kvcache_client.scheduler.requests import LookupResult, Requests, RequestState
 from kvcache_client.scheduler.saves import Demand, Saves
 from kvcache_client.scheduler.summary import Summary
@@ -57,25 +56,26 @@ class Scheduler:
         self.overlap = Overlap(self.gate.costs, settings.overlap == "auto", engine.ranks, engine.step_tokens)
         self._membership = Membership(session, spec, settings, engine.checkpoint, self.events, engine.joining)
         self._notes = Notes(counters)
-        self._lookups = Lookups(group, spec.shards, settings.verify, counters, self._notes, self.events, engine.saves)
+        self._lookups = Lookups(
+            group, spec.shards, block_bytes, settings.verify, counters, self._notes, self.events, engine.saves
+        )
         self._loads = Loads(group, counters, block_bytes // engine.blocks_per_slot)
         self._admission: Admission | None = None
         if engine.device_blocks:
             self._admission = Admission(
                 counters, engine.device_blocks, engine.tables, engine.lookahead, engine.in_order
             )
-        self._timing = Eager()
+        timing = Eager()
         if settings.save_mode == "lazy" and engine.evicted_next is not None:
             # Twice the blocks that a step may evict: a save takes a step.
             ahead = 2 * engine.step_tokens // engine.block_tokens
-            self._timing = Lazy(group, ahead, engine.evicted_next, engine.hash_of, counters)
+            timing = Lazy(group, ahead, engine.evicted_next, engine.hash_of, counters)
         demand = Demand(group, settings.min_hits)
-        self._saves = Saves(group, settings.verify, counters, self._notes, self.events, clock, demand, self._timing)
+        self._saves = Saves(group, settings.verify, counters, self._notes, self.events, clock, demand, timing)
         self._hints = Hints(group, counters)
         self._canaries = Canaries(group, settings.canary_every if group.has_full else 0, block_bytes)
         self._summary = Summary(lambda line: logger.info("engine %s, %s", session.engine, line), counters.snapshot)
         self._requests = Requests(engine.tables)
-        self._queue = Queue(group, block_bytes, counters)
         # Device blocks that ranks read, or fill for a request that already runs, until they are reassigned.
         self._being_read: set[int] = set()
         self._step = 0
@@ -91,7 +91,7 @@ class Scheduler:
     def queued(self, request: RequestView) -> None:
         """Note that the engine has queued a request."""
         if self._engine.loads:
-            self._queue.add(request)
+            self._lookups.queue.add(request)
 
     def matched_tokens(self, request: RequestView, computed: int) -> tuple[int | None, bool]:
         """Return the number of cached tokens beyond the `computed` ones, and whether they are loaded asynchronously.
@@ -100,7 +100,7 @@ class Scheduler:
         use up this engine's pin quota, another request is loading most of the blocks, or the engine could wait forever
         for the device blocks that this load would hold.
         """
-        self._queue.leave(request.id)
+        self._lookups.queue.leave(request.id)
         state = self._track(request)
         tokens, is_load = self._match(state, computed)
         return (tokens, is_load) if self._admission is None else self._admission.answer(state, tokens, is_load)
@@ -317,14 +317,14 @@ class Scheduler:
             membership.compare_weights()
         if self._notes.entries:
             self._send_notes()
-        if self._queue.waiting and self._may_prefetch:
-            self._queue.announce(membership.namespace, self._session.capacity)
+        if self._lookups.queue.waiting and self._may_prefetch:
+            self._lookups.queue.announce(membership.namespace, self._session.capacity)
         if not (requests or self._saves.waiting or self._canaries.due or requests.finished or membership.announced):
             return StepPlan(self._step, timed=True) if timed else NOTHING
         loads = self._loads.take_jobs() if self._loads.jobs else []
         # Device blocks whose contents the step replaces.
         given = [*requests.follow(step), *written, *(block for load in loads for block in load.blocks)]
-        self._timing.given(given)
+        self._saves.timing.given(given)
         # An idle step may be the last one before the engine sleeps: it waits briefly for the answers of a healthy
         # daemon, because no later step might take them.
         wait = None if step.tokens else self._session.deadline if self._session.up else 0.0
@@ -365,7 +365,7 @@ class Scheduler:
                     self._saves.ask(state, computed, before)
         for new in step.started:
             if (state := requests.get(new.request)) is not None:
-                self._timing.found(state, new.computed)
+                self._saves.timing.found(state, new.computed)
                 computed = new.computed + scheduled[new.request]
                 self._canaries.computed(state, computed)
                 if saving:
@@ -383,7 +383,7 @@ class Scheduler:
 
     def finished(self, request_id: str, computed: int) -> None:
         """Save the blocks that a request's last step has filled; the engine may take them back at once."""
-        self._queue.leave(request_id)
+        self._lookups.queue.leave(request_id)
         if (state := self._requests.finish(request_id)) is None:
             return
         # Saves may keep the request as long as the device has its blocks. So it drops the engine's own objects, unless
@@ -396,7 +396,7 @@ class Scheduler:
         self._canaries.computed(state, computed)
         if may_save := self._may_save:
             self._saves.ask(state, computed, computed)
-            self._timing.ending(state)
+            self._saves.timing.ending(state)
             self._saves.ask_due()
             self._saves.send(self._membership.namespace)
         if state.request.hint is not None and self._may_hint:
@@ -417,7 +417,7 @@ class Scheduler:
         read may be unmapped before the next step.
         """
         self._saves.drop()
-        self._timing.forget()
+        self._saves.timing.forget()
         for state in self._requests:
             self._bar(state)
         self._canaries.due.clear()
