@@ -366,7 +366,7 @@ def test_beyond_its_quota_an_engine_that_loads_nothing_takes_what_it_gets(start_
     "facts",
     [
         {"lora_request": "adapter"},
-        {"mm_features": ["image"]},
+        {"resumable": True},
         {"prompt_embeds": "tensor", "prompt_is_token_ids": [True, False]},
     ],
 )
