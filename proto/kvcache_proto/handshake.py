@@ -98,7 +98,7 @@ def read_welcome(received: bytes) -> Welcome:
 
 
 def _is_removed(folder: str) -> bool:
-    """Return whether the folder no longer has a name, so that only a mount leads to it."""
+    """Return True if the folder no longer has a name, so that only a mount leads to it."""
     try:
         return os.stat(folder).st_nlink == 0
     except OSError:

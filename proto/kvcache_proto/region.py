@@ -345,7 +345,7 @@ class RegionRows:
         return [self.buffer[offset : offset + count] for offset, count in pieces(self.geometry, runs, begin, size)]
 
     def is_current(self, ref: BlockRef) -> bool:
-        """Return whether `ref` still refers to the block that it was given for. Call it after the copy."""
+        """Return True if `ref` still refers to the block that it was given for. Call it after the copy."""
         try:
             page = self.page_of(ref.offset)
         except RegionError:

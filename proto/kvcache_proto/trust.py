@@ -111,7 +111,7 @@ def _way(path: str) -> Iterator[tuple[str, os.stat_result]]:
 
 
 def _is_safe(found: os.stat_result, trusted: set[int]) -> bool:
-    """Return whether only trusted users can create files there. The mode of a link has no effect."""
+    """Return True if only trusted users can create files there. The mode of a link has no effect."""
     return found.st_uid in trusted and (stat.S_ISLNK(found.st_mode) or not found.st_mode & _OTHERS_WRITE)
 
 

@@ -77,7 +77,7 @@ class AdminClient:
         return status
 
     def why(self, request: str) -> Answer:
-        """Return why a request of an engine had no hit, or not for all of its blocks. Raises as `status` does."""
+        """Return the reasons that blocks of a request were no hits. Raises as `status` does."""
         return self._decode(self.ask(Why(0, b"", request)).answer, Answer)
 
     def _decode(self, packed: msgspec.Raw, kind: type[T]) -> T:

@@ -16,7 +16,7 @@ class Rate:
         self._paid_until: dict[Hashable, float] = {}  # by key: the time at which its allowed events are paid off
 
     def allow(self, key: Hashable, now: float) -> bool:
-        """Return whether an event of `key` is allowed now. A refused one does not count. O(1) on average."""
+        """Return True if an event of `key` is allowed now. A refused one does not count. O(1) on average."""
         until = max(self._paid_until.get(key, now), now) + self._apart
         if until - now > self._slack + self._apart / 2:  # half an event of tolerance: sums of floats
             return False

@@ -26,7 +26,7 @@ def unblock() -> None:
 
 
 def stop_is_pending() -> bool:
-    """Return whether a stop signal has arrived while it was blocked."""
+    """Return True if a stop signal has arrived while it was blocked."""
     return not signal.sigpending().isdisjoint(STOP_SIGNALS)
 
 

@@ -186,7 +186,7 @@ def _for_user(root: Path, program: str | None, size: str | None, enable: bool) -
 
 
 def _runs(root: Path) -> bool:
-    """Return whether `root` is the running system, under systemd."""
+    """Return True if `root` is the running system, under systemd."""
     return root == Path("/") and os.path.isdir("/run/systemd/system")
 
 

@@ -86,7 +86,7 @@ class _Refusals:
         return self._since is not None and now - self._since >= INSIST
 
     def may_send(self, now: float) -> bool:
-        """Return whether to send now. While there are refusals, the next attempt is delayed by the backoff."""
+        """Return True if to send now. While there are refusals, the next attempt is delayed by the backoff."""
         if self._since is None:
             return True
         if now < self._retry_at:

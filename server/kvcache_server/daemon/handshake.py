@@ -105,7 +105,7 @@ class HandshakeServer:
         return self.listener.allows(peer)
 
     def _make_room(self, newcomer: HandshakeConnection) -> bool:
-        """Return whether `newcomer` may shake hands; if there are too many, the user with the most loses one."""
+        """Return True if `newcomer` may shake hands; if there are too many, the user with the most loses one."""
         if len(self._handshaking) < MAX_HANDSHAKES:
             return True
         counts = Counter(connection.peer.uid for connection in self._handshaking)

@@ -180,7 +180,7 @@ class RequestSocket(ZmtpServer[Connection]):
             connection.ends.pop(0)()
 
     def _take(self, connection: Connection, until: float) -> bool:
-        """Answer messages until `until`, at least one. Return whether there may be more."""
+        """Answer messages until `until`, at least one. Return True if there may be more."""
         more = self._take_some(connection, until)
         if connection.ends and not more:
             self._end(connection)

@@ -154,7 +154,7 @@ class Publisher:
             self._forget_replay(connection)
 
     def _subscribe(self, subscriber: Subscriber, parts: list[bytes]) -> bool:
-        """Handle a subscription or its end. Return whether the message is one."""
+        """Handle a subscription or its end. Return True if the message is one."""
         what, topic = (parts[0][:1], parts[0][1:]) if parts else (b"", b"")
         if what == b"\x00":
             self._topics.discard(subscriber, topic)
@@ -181,7 +181,7 @@ class Publisher:
     # Replays.
 
     def _ask(self, client: ReplayClient, parts: list[bytes]) -> bool:
-        """Handle a request for a replay. Return whether the message is one."""
+        """Handle a request for a replay. Return True if the message is one."""
         # A REQ socket puts an empty frame before the number. A topic may follow; vLLM's clients send none.
         if len(parts) not in (2, 3) or parts[0] or len(parts[1]) != 8:
             return False
@@ -210,7 +210,7 @@ class Publisher:
             self._soon()
 
     def _replay_on(self, client: ReplayClient, now: float) -> bool:
-        """Send a few more batches if the client reads them. Return whether there are more."""
+        """Send a few more batches if the client reads them. Return True if there are more."""
         for _ in range(TURN):
             if client.paused:
                 return True
@@ -257,7 +257,7 @@ class Publisher:
             self._publish(batch)
 
     def _replay_all(self, now: float) -> bool:
-        """Advance the replay that has waited longest among those whose clients read. Return whether there was one."""
+        """Advance the replay that has waited longest among those whose clients read. Return True if there was one."""
         for client in list(self._replaying):
             more = self._replay_on(client, now)
             if more and now - client.replayed_at >= PATIENCE:

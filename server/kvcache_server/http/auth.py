@@ -26,7 +26,7 @@ def read_token(path: str) -> bytes:
 
 
 def bears_token(authorization: str, token: bytes) -> bool:
-    """Return whether the `Authorization` header carries `token`, in the same time for a wrong one as for the right."""
+    """Return True if the `Authorization` header carries `token`, in the same time for a wrong one as for the right."""
     scheme, _, offered = authorization.partition(" ")
     # Always compare, so that the time does not reveal a wrong scheme either.
     same = secrets.compare_digest(offered.strip().encode(errors="surrogateescape"), token)

@@ -90,7 +90,7 @@ def finish_replies(
 
 
 def is_ours(host: str, names: Collection[str]) -> bool:
-    """Return whether `host` is an address or one of `names`, which are in lower case.
+    """Return True if `host` is an address or one of `names`, which are in lower case.
 
     Against DNS rebinding: another site can make its own host name resolve to this host and let its page read our
     answers, but it cannot do that with an address.

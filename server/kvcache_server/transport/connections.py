@@ -121,7 +121,7 @@ class ZmtpServer(abc.ABC, Generic[C]):
 
     @abc.abstractmethod
     def _take(self, connection: C, until: float) -> bool:
-        """Answer messages until `until`, at least one. Return whether there may be more."""
+        """Answer messages until `until`, at least one. Return True if there may be more."""
 
     def count(self, reason: str) -> None:
         """Count a connection that was refused or terminated."""

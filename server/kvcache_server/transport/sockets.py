@@ -173,11 +173,11 @@ class Listener(Acceptor):
         self._gids = {os.stat(self.path).st_gid, *gids}
 
     def allows(self, peer: Peer) -> bool:
-        """Return whether `peer` may connect. The kernel checks this, too, if there are access control lists."""
+        """Return True if `peer` may connect. The kernel checks this, too, if there are access control lists."""
         return peer.uid in self._uids or not self._gids.isdisjoint(peer.groups)
 
     def admit(self, sock: socket.socket, peer: Peer, protocol: Callable[[], asyncio.BaseProtocol]) -> bool:
-        """Let `protocol()` serve the connection if `peer` may connect; otherwise close it. Return whether it may."""
+        """Let `protocol()` serve the connection if `peer` may connect; otherwise close it. Return True if it may."""
         if self.allows(peer):
             self.connect(sock, protocol)
             return True
@@ -186,7 +186,7 @@ class Listener(Acceptor):
         return False
 
     def is_ours(self) -> bool:
-        """Return whether the path still leads to this socket: it was neither removed nor replaced."""
+        """Return True if the path still leads to this socket: it was neither removed nor replaced."""
         try:
             return os.path.samestat(self._found, os.lstat(self.path))
         except OSError:

@@ -76,7 +76,7 @@ def hash_seed(config: Config) -> Iterator[CheckResult]:
 
 
 def within(version: str, bounds: str) -> bool:
-    """Return whether a version such as 0.23.0+cu130 meets bounds such as >=0.23,<0.34."""
+    """Return True if a version such as 0.23.0+cu130 meets bounds such as >=0.23,<0.34."""
     return SpecifierSet(bounds).contains(version, prereleases=True)
 
 

@@ -160,7 +160,7 @@ class Eviction:
         return Refusal.NO_SPACE
 
     def _declines(self, account: Account, cls: int, least: float) -> bool:
-        """Return whether a block is worth less than those to be evicted for it, and of no use to a tier; if so, count
+        """Return True if a block is worth less than those to be evicted for it, and of no use to a tier; if so, count
         it."""
         if self.ranking.worth_of_new(account, cls) >= least or (self.tiers and self.tiers.will_store(account, cls)):
             return False

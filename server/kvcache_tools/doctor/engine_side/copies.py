@@ -169,7 +169,7 @@ _UNCACHED = "an engine on it runs, uncached"
 
 
 def provenance(kind: str) -> How:
-    """Return whether the runtime of `kind` drives hardware; one of the NPU's runtimes reports that it does not."""
+    """Return True if the runtime of `kind` drives hardware; one of the NPU's runtimes reports that it does not."""
     if kind == "npu":
         with contextlib.suppress(OSError):
             return "simulated" if hasattr(ctypes.CDLL("libascendcl.so"), "fake_acl_counter") else "measured"
