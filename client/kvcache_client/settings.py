@@ -28,7 +28,7 @@ CHOICES = {
     "gate": ("auto", "off"),
     "overlap": ("auto", "off"),
     "verify": ("off", "sample", "all"),
-    "multimodal": ("on", "off"),
+    "multimodal": ("on", "uuids", "off"),
     "kv_load_failure_policy": ("recompute", "fail"),
 }
 
@@ -82,7 +82,7 @@ class ConnectorSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     on_reset: str = "new"  # the weights after a reset of the cache: `new`, the present ones (`keep`), or a version
     gate: str = "auto"  # load hits only if that is faster than computing them, or always (`off`)
     overlap: str = "auto"  # compute a request that is alone while it loads, or not (`off`)
-    multimodal: str = "on"  # cache requests with images, audio or video, by the identifiers that vLLM gives them
+    multimodal: str = "on"  # cache images, audio and video by digests, also by texts of users (`uuids`), or not (`off`)
     verify: str = "off"  # blocks whose checksums are taken and compared: `off`, `sample` (one in 16), `all`
     canary_every: int = 10_000  # of so many requests with a hit, one is computed as well, to compare; 0 is none
     kv_load_failure_policy: str = "recompute"  # vLLM's own setting

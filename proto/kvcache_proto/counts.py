@@ -30,7 +30,7 @@ _OF_EVENTS = """
     lookups_declined_streaming lookups_declined_unaligned lookups_declined_weights lookups_down lookups_not_wanted
     lookups_over_budget lookups_refused lookups_unanswered lookups_waited_for_load lookups_waited_for_quota
     lookups_waited_for_tier loads_behind_waiting loads_without_room
-    notes_dropped notes_unsent stale_releases waits_declined_slow
+    notes_dropped notes_unsent prefetches prefetches_refused stale_prefetches stale_releases waits_declined_slow
 
     reserves_down reserves_refused reserves_unanswered saves_dropped saves_failed saves_missed saves_of_another_region
     saves_of_odd_places saves_refused saves_unavailable settles_of_another_region settles_refused settles_sent_again

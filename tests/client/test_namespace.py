@@ -23,6 +23,7 @@ from kvcache_client.engines.vllm.identity import (
     unsupported_reason,
     with_stages,
 )
+from kvcache_client.engines.vllm.multimodal import unnamed_items
 from kvcache_proto.errors import ConfigError
 from kvcache_proto.types import SUFFIX, GroupSpec, NamespaceSpec
 
@@ -137,8 +138,8 @@ def test_what_changes_the_bytes_parts_namespaces(path: str, value: Any) -> None:
 
 def multimodal(folder: Path | None = None, **options: Any) -> Any:
     config = vllm_config(str(folder) if folder else "meta/llama")
-    config.model_config.multimodal_config = SimpleNamespace(mm_processor_kwargs=None, mm_tensor_ipc="direct_rpc")
-    vars(config.model_config.multimodal_config).update(options)
+    found = {"mm_processor_cache_gb": 4, "mm_processor_kwargs": None, "mm_tensor_ipc": "direct_rpc"}
+    config.model_config.multimodal_config = SimpleNamespace(**found | options)
     return config
 
 
@@ -154,6 +155,18 @@ def test_how_images_become_embeddings_parts_namespaces(tmp_path: Path) -> None:
     assert len({spec.id for spec in kinds}) == len(kinds)
     assert spec_of(multimodal(mm_tensor_ipc="torch_shm")).id == kinds[1].id
     assert spec_of(multimodal(), multimodal=False).id == kinds[0].id
+
+
+def test_images_that_hashes_do_not_name_by_their_content() -> None:
+    counted = multimodal(mm_processor_cache_gb=0)
+    counted.cache_config.enable_prefix_caching = False
+    both_ways, several = multimodal(), multimodal()
+    both_ways.model_config.is_mm_prefix_lm = True
+    several.model_config.architectures = ["H2OVLChatModel"]
+    reasons = [unnamed_items(config) for config in (counted, both_ways, several)]
+    assert all(reasons) and len(set(reasons)) == 3
+    counted.cache_config.enable_prefix_caching = True
+    assert unnamed_items(counted) == unnamed_items(multimodal()) == unnamed_items(vllm_config()) == ""
 
 
 def test_an_ascend_engine_that_quantizes_what_it_loads_shares_nothing_with_its_producer() -> None:

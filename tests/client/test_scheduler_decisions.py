@@ -10,10 +10,11 @@ import sys
 import pytest
 from toy_engine import BLOCK, REGION, SPEC, Cache, Engine, Request, chain
 
-from kvcache_client.scheduler import loads, lookups, saves
+from kvcache_client.scheduler import loads, lookups, queue, saves
 from kvcache_client.scheduler.groups import FullAttention
 from kvcache_client.scheduler.lazy import Lazy
 from kvcache_client.scheduler.requests import PAUSE, RequestState
+from kvcache_client.scheduler.views import RequestView
 from kvcache_client.session.counters import LoggedCounters
 from kvcache_client.step_plan import NOTHING, LoadJob, Report
 from kvcache_proto.errors import BadArgument
@@ -347,6 +348,32 @@ def test_requests_that_wait_in_the_queue_are_announced_in_order_and_up_to_a_limi
     engine.step()
     assert cache.prefetched[3:] == [("next", 5)]
     assert engine.scheduler.counters["prefetches"] == 4
+
+
+def test_a_drafter_s_block_is_announced_too_and_not_too_many_requests_are(cache: Cache) -> None:
+    group, counters = FullAttention(BLOCK, 1, volatile=1), LoggedCounters(logging.getLogger("test"))
+    waiting = queue.Queue(group, 1, counters)
+    for number in range(queue.MOST_ANNOUNCED + 1):
+        waiting.add(RequestView(f"r{number}", 3 * BLOCK, 3 * BLOCK, chain(f"r{number}", 3)))
+    space = cache.attach(SPEC, (), 0)
+    waiting.announce(space, 1 << 30)
+    assert cache.prefetched == [(f"r{number}", 3) for number in range(queue.MOST_ANNOUNCED)], "2 can be loaded"
+    waiting.leave("r7")
+    waiting.announce(space, 1 << 30)
+    assert len(cache.prefetched) == queue.MOST_ANNOUNCED + 1
+
+
+def test_blocks_that_came_while_a_request_was_in_the_queue_are_explained(cache: Cache) -> None:
+    engine = Engine(cache)
+    late, cached = (engine.request(name, chain(name, 2)) for name in ("late", "cached"))
+    cache.store(cached.hashes)
+    for request in (late, cached):
+        engine.scheduler.queued(request.view)
+    engine.step()
+    cache.store(late.hashes)  # a tier has brought them
+    assert engine.ask(late) == engine.ask(cached) == hit(2)
+    engine.step()
+    assert cache.notes == [("late", "came")]
 
 
 def test_nothing_is_announced_to_a_daemon_that_is_down(cache: Cache) -> None:

@@ -12,6 +12,11 @@ from kvcache_client.scheduler.requests import RequestState, follow_blocks
 from kvcache_client.scheduler.views import IDLE, NewTable, RequestView
 
 
+def item(offset: int, length: int, identifier: str) -> Any:
+    """Return an image as vLLM's front end describes it."""
+    return SimpleNamespace(identifier=identifier, mm_position=SimpleNamespace(offset=offset, length=length))
+
+
 def a_request(**facts: Any) -> Any:
     known = {"request_id": "r", "num_tokens": 40, "num_prompt_tokens": 33, "block_hashes": [b"h"] * 2}
     return SimpleNamespace(**known, all_token_ids=list(range(40)), **facts)
@@ -44,7 +49,9 @@ def test_a_request_is_seen_as_it_is_and_what_grows_is_not_copied() -> None:
         ({}, ""),
         ({"lora_request": None, "mm_features": [], "prompt_embeds": None}, ""),
         ({"lora_request": "adapter"}, "lora"),
-        ({"mm_features": ["image"]}, ""),
+        ({"mm_features": [item(0, 4, "5" * 64), item(4, 4, "an adapter:" + "6" * 128)]}, ""),
+        ({"mm_features": [item(0, 4, "5" * 64), item(4, 4, "a user's text")]}, "multimodal"),
+        ({"mm_features": [item(0, 4, "5" * 64), item(0, 4, "6" * 64)]}, "multimodal"),
         ({"prompt_embeds": "tensor", "prompt_is_token_ids": [True, False]}, "prompt_embeds"),
     ],
 )
@@ -52,10 +59,13 @@ def test_hashes_that_do_not_name_content(facts: dict[str, Any], why: str) -> Non
     assert request_view(a_request(**facts)).uncacheable == why
 
 
-def test_images_may_be_left_out() -> None:
-    contents = Contents(multimodal=False)
-    assert request_view(a_request(mm_features=["image"]), contents).uncacheable == "multimodal"
-    assert request_view(a_request(mm_features=[]), contents).uncacheable == ""
+def test_texts_of_users_may_be_trusted_and_images_left_out() -> None:
+    image, chosen = item(0, 4, "5" * 64), item(8, 4, "a user's text")
+    for setting, digests, texts in (("on", "", "multimodal"), ("uuids", "", ""), ("off", "multimodal", "multimodal")):
+        contents = Contents(multimodal=setting)
+        assert request_view(a_request(mm_features=[image]), contents).uncacheable == digests
+        assert request_view(a_request(mm_features=[image, chosen]), contents).uncacheable == texts
+        assert request_view(a_request(mm_features=[]), contents).uncacheable == ""
 
 
 def test_a_salt_and_a_wish_not_to_be_served() -> None:

@@ -130,8 +130,9 @@ class Space:
             lease.pending, lease.coming, lease.eta = 0, 0, 0.0
         return lease
 
-    def prefetch(self, hashes: Sequence[bytes], *, request: str = "", tokens: int = 0, salted: bool = False) -> bool:
+    def prefetch(self, hashes: Sequence[bytes], *, request: str, then: Any, **facts: Any) -> bool:
         self._cache.prefetched.append((request, len(hashes)))
+        then(sum(1 for _ in itertools.takewhile(self.visible.__contains__, hashes)))
         return True
 
     def reserve_runs_later(self, runs: Sequence[Run]) -> PendingReservation:

@@ -53,8 +53,8 @@ def test_another_engine_has_hits_with_the_same_image_and_none_with_another(
 
     # Users can choose an identifier: then vLLM does not look at the image.
     named = ABOUT + picture(0, uuid="mine") + ABOUT
-    assert two.chat(*named)[0] == expected[0]
-    wait_idle(daemon)
-    answer, cached = one.chat(*named)
-    assert answer == expected[0] and cached // BLOCK == (2 * len(TEXT) + 66) // BLOCK
+    for server in (one, two):
+        answer, cached = server.chat(*named)
+        assert answer == expected[0] and cached // BLOCK <= len(TEXT) // BLOCK
+        wait_idle(daemon)
     assert daemon.status()["client_counts"].get("loads_failed", 0) == 0

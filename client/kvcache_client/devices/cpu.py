@@ -188,9 +188,9 @@ class _Queue:
         self._unended: dict[Job, None] = {}  # in order
         self._changed = threading.Condition()  # a job has ended
         self._started: queue.SimpleQueue[Job | None] = queue.SimpleQueue()  # None: end
+        self._closed = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
-        self._closed = False
 
     def put(self, job: Job) -> None:
         if self._closed:

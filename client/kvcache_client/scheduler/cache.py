@@ -72,7 +72,13 @@ class CacheNamespace(Protocol):
     ) -> CacheLease: ...
 
     def prefetch(
-        self, hashes: Sequence[bytes], *, request: str = "", tokens: int = 0, salted: bool = False
+        self,
+        hashes: Sequence[bytes],
+        *,
+        request: str = "",
+        tokens: int = 0,
+        salted: bool = False,
+        then: Callable[[int], None] | None = None,
     ) -> bool: ...
 
     def reserve_runs_later(self, runs: Sequence[Run]) -> CachePendingReservation: ...

@@ -158,20 +158,20 @@ class Loads:
                 brought = next((at for at, name in enumerate(hashes) if name not in load.hashes), len(hashes))
                 if 2 * brought >= len(hashes):
                     waits.follows_until = waits.follows_until or now + PATIENCE
-                    waits.needs_next_block, waits.followed_at = request, start
+                    waits.followed, waits.followed_at = request, start
                     return True
         return False
 
     def following(self, state: RequestState, start: int, now: float) -> bool:
         """Return True if `state`, which begins at device block `start` now, is to continue waiting."""
         waits = state.waits
-        if not waits.needs_next_block:
+        if not waits.followed:
             return False
         if (
             start == waits.followed_at  # else it has found blocks in the device's own cache
             and now < waits.follows_until
-            and (waits.needs_next_block in self._running or waits.needs_next_block in self._landed)
+            and (waits.followed in self._running or waits.followed in self._landed)
         ):
             return True
-        waits.needs_next_block = ""
+        waits.followed = ""
         return False

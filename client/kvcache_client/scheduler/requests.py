@@ -46,7 +46,7 @@ class Waits:
     tier_until: float = 0.0  # no lookup before; a tier loads its blocks, or is looked up
     loads_to_end: int = 0  # no lookup before this many loads of the engine have ended: they hold its pin quota
     quota_until: float = 0.0  # until when it waits for these loads at most
-    needs_next_block: str = ""  # the request whose load brings the blocks that this one would load
+    followed: str = ""  # the request whose load brings the blocks that this one would load
     followed_at: int = 0  # device blocks that the engine had itself when this one began to follow that load
     follows_until: float = 0.0  # until when it follows loads, all of them together
 

@@ -100,8 +100,9 @@ class Scheduler:
         use up this engine's pin quota, another request is loading most of the blocks, or the engine could wait forever
         for the device blocks that this load would hold.
         """
-        self._lookups.queue.leave(request.id)
         state = self._track(request)
+        if self._lookups.queue.leave(request.id):
+            state.waits.put_off = True
         tokens, is_load = self._match(state, computed)
         return (tokens, is_load) if self._admission is None else self._admission.answer(state, tokens, is_load)
 
@@ -447,7 +448,8 @@ class Scheduler:
 
     @property
     def _may_prefetch(self) -> bool:
-        return self._session.up and self._membership.shares and not self._membership.joining
+        membership = self._membership
+        return self._session.up and membership.shares and not membership.joining and membership.namespace.attached
 
     @property
     def _may_save(self) -> bool:

@@ -162,17 +162,32 @@ class Namespace:
             return self._no_lease("lookups_refused")
         return Lease(self._daemon, connection, parts, reply)
 
-    def prefetch(self, hashes: Sequence[bytes], request: str = "", tokens: int = 0, salted: bool = False) -> bool:
+    def prefetch(
+        self,
+        hashes: Sequence[bytes],
+        request: str = "",
+        tokens: int = 0,
+        salted: bool = False,
+        then: Callable[[int], None] | None = None,
+    ) -> bool:
         """Have the daemon's tiers fetch those of `hashes` that are not cached; never waits, and pins nothing.
 
-        The arguments are those of `acquire`. Returns whether it was sent. Raises BadArgument for values out of bounds.
+        The first arguments are those of `acquire`; `then` gets the number of hits, on some thread. Returns whether it
+        was sent. Raises BadArgument for values out of bounds.
         """
         self._check(hashes, 0)
         connection, number = self._joined()
         if connection is None:
             return False
         asked = m.Acquire(0, b"", number, _listed(hashes), 0, False, False, request[:MAX_NAME], tokens, salted)
-        return self._daemon.post(connection, asked, "prefetches_stale", lambda reply: None)
+
+        def answered(reply: m.Reply | None) -> None:
+            if isinstance(reply, m.Error):
+                self._daemon.log_refusal("prefetch", reply)
+            elif isinstance(reply, m.Acquired) and then is not None:
+                then(reply.hits)
+
+        return self._daemon.post(connection, asked, "stale_prefetches", answered)
 
     def _no_lease(self, reason: str) -> Lease:
         self._daemon.count(reason)

@@ -161,7 +161,8 @@ def embedded(embeddings: Any) -> list[int]:
 
 def image(offset: int, length: int, identifier: str) -> Any:
     """Return an image of a prompt as vLLM's front end describes it, in place of `length` tokens from `offset` on."""
-    return MultiModalFeatureSpec(None, "image", identifier, PlaceholderRange(offset, length))
+    digest = hashlib.sha256(identifier.encode()).hexdigest()
+    return MultiModalFeatureSpec(None, "image", digest, PlaceholderRange(offset, length))
 
 
 def seen(tokens: Sequence[int], images: Sequence[Any]) -> list[int]:

@@ -332,8 +332,20 @@ def test_images_are_left_alone_if_the_host_says_so(engines: Any, sim: Any, promp
     assert one.counters["saved_bytes"] > 0
 
 
+def test_a_user_s_text_is_trusted_only_if_the_host_says_so(engines: Any, sim: Any, prompt: Any, idle: Any) -> None:
+    """It may name one image today and another one tomorrow, after vLLM's own prefix cache has forgotten the first."""
+    tokens, image = prompt(4 * BLOCK + 5), sim.image(BLOCK, BLOCK, "")
+    image.identifier = "image 0"
+    for name, setting, declined in (("one", "on", 1), ("two", "uuids", 0)):
+        engine = engines(name, extra={"multimodal": setting})
+        engine.generate(tokens, 2, "r", mm_features=[image])
+        idle()
+        assert engine.counters.get("lookups_declined_multimodal", 0) == declined
+        assert bool(engine.counters.get("saved_bytes")) != bool(declined)
+
+
 def test_an_identifier_may_be_a_user_s_text() -> None:
-    """Users can thus name two images alike, also those of other users, and vLLM's own prefix cache believes them."""
+    """With options of the processor, it looks like a digest, and two images may have the same one."""
     import inspect
 
     from PIL import Image

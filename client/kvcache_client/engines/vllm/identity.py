@@ -25,19 +25,13 @@ from kvcache_client.engines.vllm.groups import (
     merged_groups,
     unsupported_groups,
 )
+from kvcache_client.engines.vllm.multimodal import processor_digest
 from kvcache_client.worker.places import Shards
 from kvcache_proto.errors import ConfigError
 from kvcache_proto.types import MAX_NAME, MAX_SHARDS, GroupSpec, NamespaceSpec
 
 WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
 _ORDINARY_FORMATS = {"auto", "hf", "safetensors", "pt", "fastsafetensors", "runai_streamer", "mistral"}
-PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
-# Of vLLM's MultiModalConfig; all other options, also those of later versions, may change an embedding.
-_NOT_EMBEDDING = {
-    *("limit_per_prompt", "language_model_only", "enable_mm_embeds", "interleave_mm_strings", "skip_mm_profiling"),
-    *("mm_processor_cache_gb", "mm_processor_cache_type", "mm_shm_cache_max_object_size_mb", "mm_hasher_algorithm"),
-    *("mm_encoder_only", "mm_encoder_tp_mode", "mm_tensor_ipc", "mm_ipc_gpu_memory_gb", "allow_missing_mm_embeddings"),
-}
 _NOT_CONTENT = {"_name_or_path", "_commit_hash", "transformers_version", "name_or_path"}
 HEAD_MAJOR = ("HND", "LBHNC", "BLHNC", "BHLNC")  # layouts in which a block of a layer has its heads one after another
 STRIPES = 8
@@ -221,7 +215,7 @@ def namespace_spec(
     backend = getattr(getattr(vllm_config, "attention_config", None), "backend", None)
     if backend is not None:
         identity["attention"] = str(getattr(backend, "name", backend))
-    if multimodal and (processor := processor_digest(vllm_config, runtime_facts)):
+    if multimodal and (processor := processor_digest(vllm_config, runtime_facts.transformers)):
         identity["processor"] = processor
     draft = getattr(vllm_config, "speculative_config", None)
     if draft is not None:  # its layers share the blocks
@@ -328,24 +322,6 @@ def config_digest(vllm_config: Any) -> str:
     if any(kind in json.dumps(facts, default=str) for kind in ('"longrope"', '"su"', '"dynamic"')):
         facts["max_model_len"] = model.max_model_len
     return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:32]
-
-
-def processor_digest(vllm_config: Any, runtime_facts: RuntimeFacts) -> str:
-    """Return a digest of how this engine turns images, audio and video into embeddings; "" if its model takes none.
-
-    vLLM's identifiers of such items cover their content and a request's own options.
-    """
-    options = getattr(vllm_config.model_config, "multimodal_config", None)
-    if options is None:
-        return ""
-    fields = {name: value for name, value in vars(options).items() if name not in _NOT_EMBEDDING}
-    digest = hashlib.sha256(json.dumps(fields, sort_keys=True, default=str).encode())
-    digest.update(f"\0transformers {runtime_facts.transformers}".encode())
-    folder = Path(vllm_config.model_config.model)  # of a model from the hub, the commit is in the checkpoint's id
-    for file in sorted(folder / name for name in PROCESSOR_FILES):
-        if file.is_file():
-            digest.update(f"\0{file.name}\0".encode() + file.read_bytes())
-    return digest.hexdigest()[:32]
 
 
 def has_experts(vllm_config: Any) -> bool:

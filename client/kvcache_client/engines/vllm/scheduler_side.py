@@ -71,7 +71,7 @@ class SchedulerSide(Side):
         self.scheduler = scheduler
         lora = getattr(setup.vllm, "lora_config", None)
         digest = Adapters(lora, scheduler.doubt).digest if lora else None
-        self._contents = Contents(digest, setup.settings.multimodal == "on")
+        self._contents = Contents(digest, setup.multimodal)
         self.feed = Feed(lambda: session.counters, lambda: scheduler.counters, up=lambda: session.up)
         if not session.up:  # the session has logged it
             return

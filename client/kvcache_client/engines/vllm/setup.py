@@ -17,6 +17,7 @@ from kvcache_client.engines.vllm.identity import (
     unsupported_by_head,
     unsupported_reason,
 )
+from kvcache_client.engines.vllm.multimodal import unnamed_items
 from kvcache_client.engines.vllm.running_engine import (
     engine_name,
     has_another,
@@ -60,6 +61,7 @@ class Setup:
     per_slot: int  # blocks of the engine per cached block
     groups: list[Merged]  # of the namespace, unless the engine has just one, of full attention
     wants_events: bool  # whether it publishes KV events
+    multimodal: str  # the setting, as far as the engine allows
 
     @property
     def block_tokens(self) -> int:
@@ -112,9 +114,12 @@ def read_setup(side: object, in_scheduler: bool, vllm_config: Any, kv_cache: Any
         by_head = False
         log("share_tp has no effect, engines share with the same number of ranks only: %s", reason)
     engine, weights = engine_name(vllm_config), settings.weights_version
-    images = settings.multimodal == "on"
-    spec = namespace_spec(vllm_config, kv_cache, found, per_slot, engine, weights, by_head, images)
+    multimodal = settings.multimodal
+    if multimodal != "off" and (reason := unnamed_items(vllm_config)):
+        multimodal = "off"
+        log("requests with images, audio or video are not cached: %s", reason)
+    spec = namespace_spec(vllm_config, kv_cache, found, per_slot, engine, weights, by_head, multimodal != "off")
     if not found.seed:
         log(_RANDOM)
     split, groups = shards(vllm_config, kv_cache, by_head), groups_of(kv_cache, per_slot)
-    return Setup(vllm_config, kv_cache, settings, spec, split, engine, per_slot, groups, wants_events)
+    return Setup(vllm_config, kv_cache, settings, spec, split, engine, per_slot, groups, wants_events, multimodal)

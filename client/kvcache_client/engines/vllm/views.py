@@ -8,10 +8,7 @@ A request's KV depends on more than its tokens. vLLM's hashes name it, but not a
   two dtypes of one size (float16, bfloat16) may find blocks of either under one hash in its own prefix cache, and
   excludes all embeddings of that size from then on. If there are tokens among the embeddings, the hashes do not have
   their positions. Such requests are not cached.
-- Images, audio and video have identifiers: a digest of the content and of the request's processor options by vLLM's
-  front end, or a text that a user has chosen (`uuid`), which the scheduler cannot distinguish from a digest. vLLM's own
-  prefix cache trusts both; a host whose users may not be trusted with that sets `multimodal: off`. What the engine
-  itself configures is not in the identifier, but in the namespace: see `identity`.
+- Images, audio and video have identifiers: see `multimodal`.
 - A prompt that grows while its request runs (streaming input) replaces the last sampled token. Before 0.32, the hash of
   a block that this token has filled stays. Such requests are not cached.
 """
@@ -23,6 +20,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import WeakValueDictionary
 
+from kvcache_client.engines.vllm.multimodal import are_named
 from kvcache_client.scheduler.views import IDLE, ContentHashes, Hint, NewTable, RequestView, StepView, parse_hint
 from kvcache_proto.errors import BadArgument
 
@@ -30,10 +28,10 @@ HINT = "kvcache"  # the key of our hints in a request's `kv_transfer_params`
 
 
 class Contents:
-    def __init__(self, digest: Callable[[Any], tuple[bytes, str]] | None = None, multimodal: bool = True) -> None:
+    def __init__(self, digest: Callable[[Any], tuple[bytes, str]] | None = None, multimodal: str = "on") -> None:
         """`digest` is that of `lora.Adapters`; without it, requests with LoRA are not cached.
 
-        `multimodal` is whether requests with images, audio or video are.
+        `multimodal` is the setting.
         """
         self._digest, self._multimodal = digest, multimodal
         self._dtypes: dict[int, set[str]] = {}  # of embeddings, by size
@@ -43,7 +41,8 @@ class Contents:
     def of(self, request: Any) -> tuple[bytes, str]:
         """Return the bytes to mix into the hashes of a request, or b"" and the reason that its blocks are not
         cached."""
-        if not self._multimodal and getattr(request, "mm_features", None):
+        items = getattr(request, "mm_features", None)
+        if items and not (self._multimodal != "off" and are_named(items, self._multimodal == "uuids")):
             return b"", "multimodal"
         if getattr(request, "resumable", False):
             return b"", "streaming"
