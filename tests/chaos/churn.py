@@ -293,7 +293,7 @@ def settled(status: dict[str, Any]) -> bool:
     return quiet(status) and not status["pool"]["blocks"]
 
 
-def churn(rounds: int, chunk_blocks: int) -> dict[str, Any]:
+def churn(rounds: int, period: int) -> dict[str, Any]:
     """Run it, print the periods, and return the last line. Raises Broken."""
     folder = Path(tempfile.mkdtemp(prefix="chaos", dir="/tmp"))
     endpoint = f"ipc://{folder}/kv.sock"
@@ -308,7 +308,7 @@ def churn(rounds: int, chunk_blocks: int) -> dict[str, Any]:
         first = last = daemon.census()
         while engines.rounds < WARM_UP + rounds:
             done = engines.rounds
-            for _ in range(min(chunk_blocks, WARM_UP + rounds - done)):
+            for _ in range(min(period, WARM_UP + rounds - done)):
                 engines.round()
             before, last = last, daemon.census()
             done = engines.rounds - done
@@ -346,4 +346,4 @@ if __name__ == "__main__":
     parser.add_argument("--rounds", type=int, default=1000)
     parser.add_argument("--period", type=int, default=100, help="rounds per line of output")
     options = parser.parse_args()
-    print(json.dumps(churn(options.rounds, options.chunk_blocks)))
+    print(json.dumps(churn(options.rounds, options.period)))
