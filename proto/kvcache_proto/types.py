@@ -144,7 +144,7 @@ class GroupSpec(msgspec.Struct, frozen=True, array_like=True, omit_defaults=Fals
     def needed(self, end: int) -> int:
         """Return the number of blocks at the end of the first `end` blocks of a chain that an engine needs to continue.
 
-        For a suffix group: `window_blocks`, which covers a window or a state. With a `chunk_blocks`, none before the
+        For a suffix group: `window_blocks`, which covers a window or a state. With `chunk_blocks`, none before the
         last multiple of it.
         """
         if self.kind == FULL:

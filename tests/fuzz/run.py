@@ -230,6 +230,7 @@ class Honest:
     HASHES = tuple(number.to_bytes(32, "big") for number in range(64))
 
     def __init__(self, endpoint: str) -> None:
+        self.checked = 0
         self._engine = AdminClient(endpoint, engine="honest", timeout=20.0)
         spec = NamespaceSpec("honest", (GroupSpec(16, 4096),))
         self._namespace = self._engine.ask(m.Attach(0, b"", spec, (0,))).namespace
@@ -240,11 +241,15 @@ class Honest:
         if not found.hits:
             region = self._engine.geometry.region_id
             reserved = self._engine.ask(m.Reserve(0, b"", self._namespace, [m.Run(list(self.HASHES))]))
-            if any(reserved.answers):
-                return  # there is no room at present
-            self._engine.ask(m.Settle(0, b"", region, reserved.reservation, (0,), Outcome.COMMITTED))
+            full = any(reserved.answers)  # there is no room for all at present
+            if reserved.reservation:
+                outcome = Outcome.FAILED if full else Outcome.COMMITTED
+                self._engine.ask(m.Settle(0, b"", region, reserved.reservation, (0,), outcome))
+            if full:
+                return
             found = self._engine.ask(m.Acquire(0, b"", self._namespace, list(self.HASHES)))
         assert found.hits == len(self.HASHES) or found.withheld, found
+        self.checked += found.hits > 0
         self._engine.tell(m.Release(0, b"", [found.lease]))
 
     def close(self) -> None:
@@ -271,6 +276,7 @@ def fuzz(daemon: Daemon, frames: int, handshakes: int, seed: int) -> Result:
         result.answers += session.answers
         result.sizes.append(daemon.own_bytes)
         assert daemon.process.poll() is None, daemon.log
+    assert honest.checked, "no prompt was ever found"
     honest.close()
     knocker.tidy()
     result.knocks = knocker.answers

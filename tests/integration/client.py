@@ -27,7 +27,7 @@ def run_of(chain: int, count: int) -> list[bytes]:
     return [block_hash(chain + 1, number) for number in range(count)]
 
 
-def window_blocks(session: Session, state: str) -> None:
+def reach(session: Session, state: str) -> None:
     namespace = session.attach(REACH_SPEC, shards=(0, 1))
     held: list[object] = []
     if state == "lease":
@@ -76,6 +76,6 @@ if __name__ == "__main__":
     _, endpoint, engine, what, *rest = sys.argv
     with Session.connect(endpoint, engine=engine, deadline=20.0) as session:
         if what == "reach":
-            window_blocks(session, rest[0])
+            reach(session, rest[0])
         else:
             traffic(session, int(rest[0]), float(rest[1]), int(rest[2]))

@@ -148,6 +148,11 @@ def test_a_tier_that_cannot_be_opened_is_not_waited_for(
     assert look_up_until(engine.namespace, names, 10) == 0
 
 
+def scheduler_of(daemon: Daemon, gate: str = "off") -> Scheduler:
+    session = Session.connect(daemon.endpoint, engine="toy", deadline=5.0)
+    return Scheduler(session, SPEC, ConnectorSettings(gate=gate, canary_every=0), EngineFacts(16))
+
+
 @pytest.mark.parametrize("gate", ["off", "auto"])
 def test_an_engine_waits_for_a_slow_tier(
     daemon: Daemon, engine: ToyEngine, url: str, tmp_path: Path, gate: str
@@ -157,9 +162,7 @@ def test_an_engine_waits_for_a_slow_tier(
     with a_tier(tmp_path, url, daemon.endpoint, env=patched(tmp_path, SLOW_DISK)):
         wait_open(daemon)
         save_below(daemon, engine, names)
-        session = Session.connect(daemon.endpoint, engine="toy", deadline=5.0)
-        scheduler = Scheduler(session, SPEC, ConnectorSettings(gate=gate, canary_every=0), EngineFacts(16))
-        request = RequestView("r", 24 * 16 + 1, 24 * 16 + 1, names)
+        scheduler, request = scheduler_of(daemon, gate), RequestView("r", 24 * 16 + 1, 24 * 16 + 1, names)
         until = time.monotonic() + 30
         while (answer := scheduler.matched_tokens(request, 0)) == (None, False):
             assert time.monotonic() < until
@@ -176,9 +179,7 @@ def test_blocks_come_while_their_request_waits_in_the_queue(
     with a_tier(tmp_path, url, daemon.endpoint, env=patched(tmp_path, SLOW_DISK)):
         wait_open(daemon)
         save_below(daemon, engine, names)
-        session = Session.connect(daemon.endpoint, engine="toy", deadline=5.0)
-        scheduler = Scheduler(session, SPEC, ConnectorSettings(gate="off", canary_every=0), EngineFacts(16))
-        request = RequestView("r", 24 * 16 + 1, 24 * 16 + 1, names)
+        scheduler, request = scheduler_of(daemon), RequestView("r", 24 * 16 + 1, 24 * 16 + 1, names)
         lookups = daemon.status()["namespaces"][0]["lookups"]
         scheduler.queued(request)
         for _ in range(3):

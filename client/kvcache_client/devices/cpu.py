@@ -179,7 +179,7 @@ class _Views(NamedTuple):
 class _Queue:
     """Runs jobs in order, on a thread. Called from one thread.
 
-    Not an executor: its future and its lock per job would take longer than to queue a block's save.
+    Not an executor: with a future per job, `tests/bench/step.py` shows it in steps that fill many blocks.
     """
 
     def __init__(self, name: str, copy: Callable[[Job], None]) -> None:

@@ -3,11 +3,12 @@
 A request is looked up, and its blocks are leased, when the engine schedules it. A request that a schedule has left in
 the queue is announced to the daemon before that, with a lookup that pins nothing. Announced requests are limited in
 number and bytes and follow the order of arrival, so that a long queue does not evict what its first requests need.
+Without tiers, an announcement only counts as the first lookup.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import dataclass
 
 from kvcache_client.scheduler.cache import CacheNamespace, Counts
 from kvcache_client.scheduler.groups import FullAttention
@@ -18,15 +19,22 @@ PREFETCH_DIVISOR = 8  # capacity // PREFETCH_DIVISOR bytes of prompts may be ann
 MOST_ANNOUNCED = 256  # requests; the daemon counts the lookups of the last 1,024 of an engine once
 
 
+@dataclass(slots=True)
+class _Announced:
+    """A request that was announced; `missed`: some of its blocks were not cached then."""
+
+    bytes: int
+    missed: bool = False
+
+
 class Queue:
     """The requests that were queued and not yet looked up."""
 
     def __init__(self, group: FullAttention, block_bytes: int, counters: Counts) -> None:
         self._group, self._block_bytes, self._counters = group, block_bytes, counters
         self.waiting: dict[str, RequestView] = {}  # those that are not announced, in order
-        self._announced: dict[str, int] = {}  # bytes
+        self._announced: dict[str, _Announced] = {}
         self._bytes = 0
-        self._missed: set[str] = set()  # announced requests with blocks that were not cached then
 
     def add(self, request: RequestView) -> None:
         """Note a request that the engine has queued."""
@@ -38,33 +46,32 @@ class Queue:
         """Note that a request is scheduled, or has ended; return True if blocks were missing when it was announced."""
         if self.waiting:
             self.waiting.pop(request_id, None)
-        if self._announced:
-            self._bytes -= self._announced.pop(request_id, 0)
-        missed = request_id in self._missed
-        self._missed.discard(request_id)
-        return missed
+        announced = self._announced.pop(request_id, None)
+        if announced is None:
+            return False
+        self._bytes -= announced.bytes
+        return announced.missed
 
     def announce(self, namespace: CacheNamespace, capacity: int) -> None:
         """Have the daemon's tiers fetch blocks of waiting requests into its `capacity` bytes. Never waits."""
         most = capacity // PREFETCH_DIVISOR
-        for request in list(self.waiting.values()):
-            if len(self._announced) >= MOST_ANNOUNCED:
-                return
-            keys = self._group.keys(request.hashes)[: self._group.loadable(request) + self._group.volatile]
-            size = len(keys) * self._block_bytes
-            if size <= most:
-                if self._bytes + size > most:
-                    return
-                if keys:
-                    self._announced[request.id] = size
-                    self._bytes += size
-                    self._prefetch(namespace, request, keys)
+        while self.waiting and len(self._announced) < MOST_ANNOUNCED:
+            request = next(iter(self.waiting.values()))
+            blocks = self._group.loadable(request)
+            size = blocks * self._block_bytes
+            if self._bytes + size > most >= size:
+                return  # there is room once earlier requests are scheduled
             del self.waiting[request.id]
+            if blocks and size <= most:
+                self._announced[request.id] = announced = _Announced(size)
+                self._bytes += size
+                self._prefetch(namespace, request, blocks + self._group.volatile, announced)
 
-    def _prefetch(self, namespace: CacheNamespace, request: RequestView, keys: Sequence[bytes]) -> None:
+    def _prefetch(self, namespace: CacheNamespace, request: RequestView, blocks: int, announced: _Announced) -> None:
+        keys = self._group.keys(request.hashes)[:blocks]
+
         def answered(hits: int) -> None:
-            if hits < len(keys) and request.id in self._announced:
-                self._missed.add(request.id)
+            announced.missed = hits < len(keys)
 
         prompt, salted = request.prompt_tokens, request.salted
         try:

@@ -88,10 +88,13 @@ class Scheduler:
 
     # Lookups.
 
+    @property
+    def loads(self) -> bool:
+        return self._engine.loads
+
     def queued(self, request: RequestView) -> None:
-        """Note that the engine has queued a request."""
-        if self._engine.loads:
-            self._lookups.queue.add(request)
+        """Note that the engine, which `loads`, has queued a request."""
+        self._lookups.queue.add(request)
 
     def matched_tokens(self, request: RequestView, computed: int) -> tuple[int | None, bool]:
         """Return the number of cached tokens beyond the `computed` ones, and whether they are loaded asynchronously.

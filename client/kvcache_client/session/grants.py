@@ -244,8 +244,8 @@ def chosen_shards(shards: Sequence[int] | None, own: Sequence[int]) -> Sequence[
 class PendingReservation:
     """A reservation that was requested and is not answered yet.
 
-    `resolve` turns a reply into the reservation; None is no answer. `abandon` gives back the grants of a reply after
-    it was cancelled.
+    `resolve` turns a reply into the reservation; None is no answer. `abandon` gives back the grants of a reply
+    that comes after `cancel`.
     """
 
     def __init__(

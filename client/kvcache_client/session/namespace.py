@@ -225,7 +225,7 @@ class Namespace:
         return self._reservation(asked, connection, reply, "reserves_unanswered")
 
     def reserve_later(self, hashes: Sequence[bytes], parent: bytes | None = None, group: int = 0) -> PendingReservation:
-        """Ask as `reserve` does, and return at once; the pending gets the answer."""
+        """Ask as `reserve` does, and return at once; the result gets the answer."""
         return self.reserve_runs_later([m.Run(_listed(hashes), parent)], group)
 
     def reserve_runs_later(self, runs: Sequence[m.Run], group: int = 0) -> PendingReservation:

@@ -95,7 +95,7 @@ class Loads:
         """Return the device blocks that a load has not filled: all of them after an error. The engine waits for it."""
         try:
             return self._not_filled(job, region, epoch, done, sound)
-        except Exception:
+        except Exception:  # the engine waits for this load: it must end, as a failed one
             self._rank.counts.add("load_ends_failed")
             logger.exception("request %s: its load cannot be checked and counts as failed", job.request)
             return job.blocks

@@ -174,7 +174,7 @@ class Reservations:
             answer, block = self._grant(reservation, account, parent, block_hash)
             answers.append(answer)
             if block is None and group.leaf_is_useless and parent.child is None:
-                parent.tick = EVICT_FIRST  # the engine stops here, and saves no suffix group
+                parent.tick = EVICT_FIRST  # the engine stops here, and saves no block of a suffix group
                 self._eviction.drop(parent)
             parent = block
 

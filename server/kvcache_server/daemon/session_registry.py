@@ -34,9 +34,8 @@ class SessionRegistry:
         self.opened = 0  # so far
         self._cache: Cache = opened.cache
         self._state, self._files = opened.state, opened.files
-        self._disconnected = (
-            opened.disconnected
-        )  # sessions whose handshake connection has closed, but whose files are locked
+        # Sessions whose handshake connection has closed, but whose files are locked.
+        self._disconnected = opened.disconnected
         self._entries: dict[int, SessionOpened] = {}  # records of the open sessions
         self._refused: set[int] = set()  # sessions whose refused attach was logged
         self._disconnect, self._failed = disconnect, failed

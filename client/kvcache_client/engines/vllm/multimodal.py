@@ -17,7 +17,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-PROCESSOR_FILES = (
+_PROCESSOR_FILES = (
     *("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"),
     *("tekken.json", "params.json"),  # Mistral's
 )
@@ -70,7 +70,7 @@ def processor_digest(vllm_config: Any, transformers: str) -> str:
     digest = hashlib.sha256(json.dumps(fields, sort_keys=True, default=str).encode())
     digest.update(f"\0transformers {transformers}".encode())
     folder = Path(vllm_config.model_config.model)  # of a model from the hub, the commit is in the checkpoint's id
-    for file in sorted(folder / name for name in PROCESSOR_FILES):
+    for file in sorted(folder / name for name in _PROCESSOR_FILES):
         if file.is_file():
             digest.update(f"\0{file.name}\0".encode() + file.read_bytes())
     return digest.hexdigest()[:32]

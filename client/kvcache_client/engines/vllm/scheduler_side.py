@@ -159,7 +159,8 @@ class SchedulerSide(Side):
         self._block_pool = gpu_block_pool
 
     def on_new_request(self, request: Any) -> None:
-        if self.scheduler is not None and getattr(request, "lora_request", None) is None:  # its digest may take long
+        # The digest of an adapter may take long.
+        if self.scheduler is not None and self.scheduler.loads and getattr(request, "lora_request", None) is None:
             self.scheduler.queued(request_view(request, self._contents))
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:

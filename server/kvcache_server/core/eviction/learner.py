@@ -203,7 +203,7 @@ class Learner:
     def evicted(self, block: Block) -> None:
         """Remember the class of a block that is evicted."""
         if self._enabled and block.tick != EVICT_FIRST:
-            tag = block.account.group.above.tag  # lookups ask for a suffix group's blocks by the hashes of those
+            tag = block.account.group.above.tag  # lookups have only the hashes of these
             hashes, asks = self._left.get(tag) or self._left.setdefault(tag, (bytearray(), bytearray()))
             hashes += block.hash
             asks.append((block.tick & CLASS_MASK) + 1)
