@@ -94,6 +94,10 @@ class Acquire(Request):
 
     In a namespace with suffix groups, a lookup of group 0 is for all groups: the longest prefix after which the engine
     can continue; it needs no blocks of suffix groups before number `start`.
+
+    It may also end with a tail: a block that contains only the first tokens of the next one. `tails` are the names of
+    those that would do, `tails_per_block` for each number of blocks before them from 0 on, shortest first. The daemon
+    knows a tail as one more block of the chain.
     """
 
     namespace: int
@@ -105,6 +109,8 @@ class Acquire(Request):
     tokens: int = 0  # of the request's prompt
     salted: bool = False  # the hashes contain a salt
     start: int = 0
+    tails: Hashes = []
+    tails_per_block: int = 0
 
 
 class Release(Request):
@@ -326,6 +332,7 @@ class Acquired(Reply):
     coming: int = 0
     eta_ms: int = 0
     divergence: int = 0  # blocks, more than `hits`, after which it could continue if suffix groups had theirs; or 0
+    tail: int = 0  # the number of the tail that is the last of the hits, 1 for the first; 0 for none
 
 
 class Reserved(Reply):

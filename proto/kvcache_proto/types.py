@@ -54,6 +54,17 @@ def unpack_refs(packed: bytes) -> list[BlockRef]:
     return [BlockRef(*fields) for fields in _REF.iter_unpack(packed)]
 
 
+class Resume(NamedTuple):
+    """What an engine needs to continue after hits, in a namespace with suffix groups: see `Acquire`."""
+
+    start: int = 0
+    tails: Sequence[bytes] = ()
+    tails_per_block: int = 0
+
+
+FROM_ROOT = Resume()
+
+
 class Refusal(enum.IntEnum):
     """The answer of `Reserve` for one hash. All but GRANTED are counted by name."""
 

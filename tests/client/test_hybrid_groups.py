@@ -214,7 +214,9 @@ def test_a_preempted_request_does_not_part_from_what_it_has_saved_itself() -> No
     state = RequestState(request(41))
 
     def divergence(found: int) -> int:
-        lease = SimpleNamespace(id=0, hits=0, pending=0, sums=b"", region_id=b"", failed=False, divergence=found)
+        lease = SimpleNamespace(
+            id=0, hits=0, pending=0, sums=b"", region_id=b"", failed=False, divergence=found, tail=0
+        )
         lookups.ask(state, SimpleNamespace(acquire=lambda *_, **__: lease), 10, 0, 0.0)  # type: ignore[arg-type]
         return state.progress.divergence
 

@@ -10,7 +10,7 @@ import pytest
 from kvcache_client import GroupSpec, NamespaceSpec
 from kvcache_client.session.namespace import Namespace
 from kvcache_proto.messages import Acquired, Release, Reserve, Reserved, Run, Settle
-from kvcache_proto.types import SUFFIX, BlockRef, Refusal, unpack_refs
+from kvcache_proto.types import SUFFIX, BlockRef, Refusal, Resume, unpack_refs
 
 WINDOW = GroupSpec(16, 8192, SUFFIX, 3)
 STATE = GroupSpec(16, 512, SUFFIX, 1)
@@ -94,7 +94,7 @@ def joined(*groups: GroupSpec) -> tuple[Daemon, Namespace]:
 def test_one_lookup_is_for_all_groups(groups: Any, hits: int, start: int, counts: list[int]) -> None:
     daemon, namespace = joined(*groups)
     daemon.reply = Acquired(1, 7, hits, 0, refs(*range(sum(counts))))
-    lease = namespace.acquire(names(6), start=start)
+    lease = namespace.acquire(names(6), resume=Resume(start))
     assert daemon.sent[0].start == start and not daemon.odd
     assert [(part, count) for part, count in lease.parts] == list(zip(groups, counts, strict=True))
     assert [slot.group for slot in lease.slots] == [
@@ -112,6 +112,16 @@ def test_an_odd_answer_is_a_miss(slots: bytes) -> None:
     daemon, namespace = joined(FULL, WINDOW)
     daemon.reply = Acquired(1, 7, 3, 0, slots)
     assert namespace.acquire(names(6)).failed and daemon.odd
+
+
+@pytest.mark.parametrize(
+    ("tail", "hits", "good"), [(0, 6, True), (1, 7, True), (2, 1, True), (3, 7, False), (-1, 3, False), (1, 8, False)]
+)
+def test_a_tail_is_one_more_hit(tail: int, hits: int, good: bool) -> None:
+    daemon, namespace = joined(FULL, STATE)
+    daemon.reply = Acquired(1, 7, hits, 0, refs(*range(hits + 1)), tail=tail)
+    lease = namespace.acquire(names(6), resume=Resume(0, names(2), 1))
+    assert (lease.failed, lease.tail) == (not good, tail if good else 0)
 
 
 @pytest.mark.parametrize(("divergence", "good"), [(6, True), (7, False), (-1, False), (0, True)])

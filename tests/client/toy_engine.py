@@ -43,6 +43,7 @@ class Lease:
     coming: int = 0
     eta: float = 0.0
     divergence: int = 0
+    tail: int = 0
 
     def release(self) -> None:
         self.cache.leases.discard(self.id)

@@ -73,12 +73,23 @@ REQUESTS = [
         f"96 a6617474616368 02 {T} 94 a168 92 96 20 cd0100 a466756c6c 00 00 c3"
         "96 20 cd0200 a6737566666978 04 08 c2 80 20 90 00",
     ),
-    (messages.Acquire(3, TOKEN, 1, [H1, H2]), f"9c a761637175697265 03 {T} 01 92 {H1x} {H2x} 00 c3 c2 a0 00 c2 00"),
+    (
+        messages.Acquire(3, TOKEN, 1, [H1, H2]),
+        f"9e a761637175697265 03 {T} 01 92 {H1x} {H2x} 00 c3 c2 a0 00 c2 00 90 00",
+    ),
     (
         messages.Acquire(
-            3, TOKEN, 1, [], 0, pin=False, verify=True, request="cmpl-7", tokens=300, salted=True, start=7
+            *(3, TOKEN, 1, [], 0),
+            pin=False,
+            verify=True,
+            request="cmpl-7",
+            tokens=300,
+            salted=True,
+            start=7,
+            tails=[H1, H2],
+            tails_per_block=2,
         ),
-        f"9c a761637175697265 03 {T} 01 90 00 c2 c3 a6636d706c2d37 cd012c c3 07",
+        f"9e a761637175697265 03 {T} 01 90 00 c2 c3 a6636d706c2d37 cd012c c3 07 92 {H1x} {H2x} 02",
     ),
     (messages.Release(4, TOKEN, [9]), f"94 a772656c65617365 04 {T} 91 09"),
     (messages.Detach(5, TOKEN, 1), f"94 a6646574616368 05 {T} 01"),
@@ -146,11 +157,11 @@ REPLIES = [
     (messages.Attached(1, 1), "93 a86174746163686564 01 01"),
     (
         messages.Acquired(3, 9, 1, 1, BlockRef(2 << 20, 1 << 63).pack(), 5, b"sum-of-0"),
-        "9b a86163717569726564 03 09 01 01 c410 0000200000000000 0000000000000080 05c408 73756d2d6f662d30 00 00 00",
+        "9c a86163717569726564 03 09 01 01 c410 0000200000000000 0000000000000080 05c408 73756d2d6f662d30 00 00 00 00",
     ),
     (
-        messages.Acquired(3, 0, 0, 1, b"", coming=3, eta_ms=250, divergence=4),
-        "9b a86163717569726564 03 00 00 01 c400 00 c400 03 ccfa 04",
+        messages.Acquired(3, 0, 0, 1, b"", coming=3, eta_ms=250, divergence=4, tail=2),
+        "9c a86163717569726564 03 00 00 01 c400 00 c400 03 ccfa 04 02",
     ),
     (
         messages.Reserved(5, 4, bytes([1, 0]), BlockRef(1, 2).pack()),

@@ -148,6 +148,60 @@ def test_where_a_prompt_parts_the_next_block_is_cached_too() -> None:
     assert alone.acquire("abx").divergence == 0, "there is no full group"
 
 
+def tails(path: str, per_block: int = 3) -> list[bytes]:
+    """Return the names of tails after each number of blocks of a prompt, e.g. `ab+1` after two."""
+    return [digest(f"{path[:end]}+{at}") for end in range(len(path) + 1) for at in range(per_block)]
+
+
+def store_tail(engine: Engine, path: str, tail: str, groups: tuple[int, ...] = (0, 1)) -> None:
+    """Store the tail of a prompt, and states at its end."""
+    name, parent = digest(path + tail), digest(path) if path else None
+    engine.settle(engine.reserve([m.Run([name], None if number else parent, number) for number in groups]))
+
+
+@pytest.fixture
+def with_states() -> Engine:
+    return Engine(make_cache(), (GroupSpec(16, BYTES), STATE))
+
+
+def test_a_tail_is_the_last_hit(with_states: Engine) -> None:
+    engine = with_states
+    engine.store("abcd", end=3)
+    for path, tail in (("ab", "+1"), ("ab", "+2"), ("", "+1")):
+        store_tail(engine, path, tail)
+
+    def hits(path: str, start: int = 0) -> tuple[int, int]:
+        asked = m.Acquire(1, b"", engine.namespace, digests(path), start=start, tails=tails(path), tails_per_block=3)
+        found = engine.ask(asked)
+        assert len(found.slots) // REF_BYTES == found.hits + bool(found.hits)
+        return found.hits, found.tail
+
+    assert hits("abcd") == (3, 0), "more than with a tail"
+    assert hits("abx") == (3, 9) and tails("abx")[8] == digest("ab+2")
+    assert hits("abx", start=2) == (3, 9) and hits("ab", start=2) == (3, 9)
+    assert hits("ax") == hits("x") == hits("") == (1, 2), "before the first block"
+    assert hits("abcdx", start=3) == (0, 0), "nothing beyond what the engine has"
+
+
+def test_a_tail_needs_its_states_and_the_blocks_before_it(with_states: Engine) -> None:
+    engine = with_states
+    store_tail(engine, "", "+1", groups=(0,))
+    assert engine.ask(m.Acquire(1, b"", engine.namespace, [], tails=tails(""), tails_per_block=3)).hits == 0
+    store_tail(engine, "ab", "+1")
+    engine.store("ab", suffixes=False)
+    asked = m.Acquire(1, b"", engine.namespace, digests("abc"), tails=tails("abc"), tails_per_block=3)
+    assert engine.ask(asked).hits == 0, "it was refused: its parent was not cached"
+    store_tail(engine, "ab", "+1")
+    assert (engine.ask(asked).hits, engine.ask(asked).tail) == (3, 8)
+
+
+def test_tails_have_a_number_per_block(with_states: Engine) -> None:
+    with pytest.raises(BadArgument, match="tails_per_block 0"):
+        with_states.ask(m.Acquire(1, b"", with_states.namespace, [], tails=tails("")))
+    with pytest.raises(BadArgument, match="hash of 3 bytes"):
+        with_states.ask(m.Acquire(1, b"", with_states.namespace, [], tails=[b"odd"], tails_per_block=1))
+
+
 def test_one_reply_has_the_references_of_all_groups() -> None:
     engine = Engine(make_cache())
     engine.store("abcd")

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from kvcache_proto.messages import MissNote, Run
-from kvcache_proto.types import NamespaceSpec, Outcome
+from kvcache_proto.types import NamespaceSpec, Outcome, Resume
 
 
 class CacheLease(Protocol):
@@ -22,6 +22,7 @@ class CacheLease(Protocol):
     coming: int
     eta: float
     divergence: int
+    tail: int
     packed: bytes
     sums: bytes
     failed: bool
@@ -68,7 +69,7 @@ class CacheNamespace(Protocol):
         request: str = "",
         tokens: int = 0,
         salted: bool = False,
-        start: int = 0,
+        resume: Resume = ...,
     ) -> CacheLease: ...
 
     def prefetch(

@@ -7,7 +7,7 @@ or with one that is not full attention, has suffix groups: see `HybridGroups`.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -27,6 +27,7 @@ class Found(NamedTuple):
     hits: int  # how many cached blocks the lookup has found
     had: int = 0  # for how many of these, from the first one on, it has returned no suffix groups
     sums: bytes = b""  # the slots' checksums, in the same order; b"" for none
+    tail: int = 0  # blocks of the engine up to the end of the last one's tokens if that is a tail, else 0
 
     def part(self, begin: int, end: int) -> tuple[bytes, bytes]:
         """Return the references and the checksums of slots `begin` to `end`."""
@@ -63,6 +64,25 @@ class FullAttention:
         """Return how many cached blocks the request may load."""
         before_last = max(request.tokens - 1, 0) // self.slot_tokens  # at least one token is left to compute
         return min(before_last, len(request.hashes) // self.blocks_per_slot, MAX_HASHES - self.volatile)
+
+    def farthest(self, request: RequestView) -> int:
+        """Return how many of the engine's blocks the request may load."""
+        return self.loadable(request) * self.blocks_per_slot
+
+    def tails(self, request: RequestView) -> tuple[Sequence[bytes], int]:
+        """Return the names of the tails after each number of the engine's blocks that the request may load, from 0 on,
+        and their number per cached block: see Acquire."""
+        return (), 0
+
+    def tail_name(self, request: RequestView, end: int) -> bytes:
+        """Return the name of the tail after `end` of the engine's blocks, b"" if not all tokens that it needs are
+        known."""
+        return b""
+
+    def names(self, request: RequestView, start: int, end: int, tail: int = 0) -> Sequence[bytes]:
+        """Return the names of the cached blocks with the engine's blocks from `start` to `end`, and of the tail that
+        ends there if `tail`."""
+        return self.keys(request.hashes)[start // self.blocks_per_slot : end // self.blocks_per_slot]
 
     def usable(self, hits: int) -> int:
         """Return how many of `hits` cached blocks may be loaded."""
@@ -114,6 +134,11 @@ class HybridGroups(FullAttention):
 
     All have slots of the same tokens, with the same hashes. Where `FullAttention` says blocks of the engine, the blocks
     of its hashes are meant here.
+
+    An engine with states may continue within a block, where a prompt has ended. There, a tail is saved: a block of each
+    group, whose tokens end at that boundary, as a child of the last whole block before it. It is named by the hash at
+    the boundary. If a drafter reads the next token, it is named by the next hash, which proves that token; if that is
+    the name of a whole block, by the complement.
     """
 
     def __init__(
@@ -124,9 +149,10 @@ class HybridGroups(FullAttention):
         prompt_only: bool = False,
         checkpoint_tokens: int | None = 0,
         volatile: int = 0,
+        tails: bool = False,
     ) -> None:
         """`checkpoint_tokens` is the distance of the boundaries in a prompt whose suffix groups are saved; 0: only at
-        its divergence and its end; None: the best distance for these groups.
+        its divergence and its end; None: the best distance for these groups. `tails`: hits may end within a block.
 
         Generated tokens are saved as they come: the engine does not keep a window until it is known where a request
         ends.
@@ -140,6 +166,33 @@ class HybridGroups(FullAttention):
             checkpoint_tokens = CHECKPOINT_TOKENS if self.has_full else CHECKPOINT_TOKENS_ALONE
         self._checkpoint = checkpoint_tokens // slot_tokens
         self.suffixes = tuple(range(int(self.has_full), len(groups)))
+        self._has_tails = tails
+
+    def farthest(self, request: RequestView) -> int:
+        if not self._has_tails:
+            return super().farthest(request)
+        return min(max(request.tokens - 1, 0) // self.block_tokens, len(request.hashes) - self.volatile, MAX_HASHES - 1)
+
+    def tails(self, request: RequestView) -> tuple[Sequence[bytes], int]:
+        if not self._has_tails or (most := self.farthest(request)) <= 0:
+            return (), 0
+        names, step = list(request.hashes[: most + self.volatile]), self.blocks_per_slot
+        if self.volatile:
+            names[step - 1 :: step] = [_complement(name) for name in names[step - 1 :: step]]
+        else:
+            names.insert(0, bytes(len(names[0])))
+        return names, step
+
+    def tail_name(self, request: RequestView, end: int) -> bytes:
+        at = end + self.volatile
+        if at > len(request.hashes):
+            return b""
+        name = request.hashes[at - 1]
+        return _complement(name) if self.volatile and at % self.blocks_per_slot == 0 else name
+
+    def names(self, request: RequestView, start: int, end: int, tail: int = 0) -> Sequence[bytes]:
+        whole = super().names(request, start, end)
+        return [*whole, self.tail_name(request, end)] if tail else whole
 
     def usable(self, hits: int) -> int:
         """As above. If there are suffix groups, the daemon has left out volatile blocks: see
@@ -195,21 +248,32 @@ class HybridGroups(FullAttention):
             wanted.update(range(max(first, boundary - needed(boundary)), min(boundary, end)))
         return sorted(wanted)
 
+    def tails_made(
+        self, request: RequestView, tables: BlockTables, offers: Sequence[tuple[int, int, int]]
+    ) -> Iterator[tuple[int, list[list[int]]]]:
+        """Yield the tails that end at states that are made: the number of the engine's blocks up to the end, and the
+        device blocks of each group. `offers` are those of `state_slots`."""
+        prompt_end = (request.prompt_tokens // self.block_tokens - 1) * self.block_tokens if self.volatile else 0
+        for tokens, made in _by_end(offers).items() if self._has_tails else ():
+            # At the end of a whole block, only a tail proves the next unit: the next block may not be cached.
+            if tokens % self.block_tokens or (tokens % self.slot_tokens == 0 and tokens != prompt_end):
+                continue
+            found = [self._tail_blocks(tables, tokens // self.slot_tokens, tokens)]
+            found += [[made.get(table.number, 0) for table in group.tables] for group in self._groups[1:]]
+            if all(map(all, found[1:])) and found[0]:
+                yield tokens // self.block_tokens, found
+
     def state_slots(self, offers: Sequence[tuple[int, int, int]]) -> list[tuple[int, int, list[int]]]:
         """Return (suffix group, slot, device blocks) of states that are made: `offers` are (the engine's group, block,
         tokens).
 
         A slot needs the states of all of the engine's groups that are in it.
         """
-        found = []
-        by_end: dict[int, dict[int, int]] = {}
-        for table, block, tokens in offers:
-            if tokens % self.slot_tokens == 0:
-                by_end.setdefault(tokens, {})[table] = block
+        found, by_end = [], _by_end(offers)
         for number in self.suffixes:
             group = self._groups[number]
             for tokens, blocks in by_end.items() if group.is_state else ():
-                if all(table.number in blocks for table in group.tables):
+                if tokens % self.slot_tokens == 0 and all(table.number in blocks for table in group.tables):
                     every = [blocks[table.number] for table in group.tables]
                     found.append((number, tokens // self.slot_tokens - 1, every))
         return found
@@ -223,15 +287,19 @@ class HybridGroups(FullAttention):
         begin, end = first * self.block_tokens, (first + count) * self.block_tokens
         jobs: list[LoadJob] = []
         at, hits = 0, found.hits
+        if end % self.align and end != found.tail * self.block_tokens:
+            return []
         for number, (group, slots) in enumerate(zip(self._groups, self._counts(hits, found.had), strict=True)):
             columns = []
             for table in group.tables:
                 per_slot = self.slot_tokens // table.block_tokens
                 ids = np.zeros(hits * per_slot, np.int64)
-                known = tables[table.number][: end // table.block_tokens]
-                if end % table.block_tokens or len(known) > len(ids):
+                known = tables[table.number][: -(-end // table.block_tokens)]
+                if len(known) > len(ids):
                     return []
                 ids[: len(known)] = known
+                if found.tail and group.is_state:
+                    ids[len(known) - 1], ids[-1] = 0, known[-1]
                 ids[: begin // table.block_tokens] = 0
                 placed = ids.reshape(hits, per_slot)[hits - slots :, per_slot - table.blocks :]
                 if np.count_nonzero(placed) != np.count_nonzero(ids):
@@ -251,6 +319,17 @@ class HybridGroups(FullAttention):
         least = max(0, hits - had)
         return [hits if spec.kind == FULL else min(spec.needed(hits), least) for spec in self._specs]
 
+    def _tail_blocks(self, tables: BlockTables, slot: int, tokens: int) -> list[int]:
+        """Return the device blocks of the full group in a slot, 0 for those after `tokens`; [] if some are missing."""
+        found: list[int] = []
+        for table in self._groups[0].tables:
+            first = slot * self.slot_tokens // table.block_tokens
+            known = tables[table.number][first : -(-tokens // table.block_tokens)]
+            if len(known) < -(-tokens // table.block_tokens) - first or not all(known):
+                return []
+            found += [*known, *[0] * (table.blocks - len(known))]
+        return found
+
     def _blocks(self, number: int, tables: BlockTables, slots: Sequence[int], first: int = 0) -> list[int]:
         """Return the device blocks of `slots` from token `first` on, fewer if the engine does not have them all."""
         found: list[int] = []
@@ -261,3 +340,15 @@ class HybridGroups(FullAttention):
                 if low >= first // table.block_tokens:
                     found += [block for block in tables[table.number][low:end] if block]
         return found
+
+
+def _by_end(offers: Sequence[tuple[int, int, int]]) -> dict[int, dict[int, int]]:
+    """Return the device blocks of offered states by the tokens before them, and then by the engine's group."""
+    found: dict[int, dict[int, int]] = {}
+    for table, block, tokens in offers:
+        found.setdefault(tokens, {})[table] = block
+    return found
+
+
+def _complement(name: bytes) -> bytes:
+    return bytes(255 - each for each in name)

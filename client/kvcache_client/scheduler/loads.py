@@ -139,24 +139,25 @@ class Loads:
         for load in self._running.values():
             load.hashes = frozenset()
 
-    def follow(self, state: RequestState, start: int, hits: int, now: float) -> bool:
-        """Return True if `state` is to wait for another request's load, rather than load the rest of `hits` itself.
+    def follow(self, state: RequestState, start: int, end: int, tail: int, now: float) -> bool:
+        """Return True if `state` is to wait for another request's load, rather than load its blocks up to `end` itself.
 
-        It has `start` device blocks. It waits only if one load brings the first cached block after those, and at least
-        half of all, and never longer than PATIENCE in all. While loads fail, each request has its own.
+        It has `start` device blocks; the last ones up to `end` are in a `tail` unless that is 0. It waits only if one
+        load brings the first cached block after those, and at least half of all, and never longer than PATIENCE in all.
+        While loads fail, each request has its own.
         """
         if self._failures or not (self._running or self._landed):
             return False
         waits = state.waits
         if waits.follows_until and now >= waits.follows_until:
             return False
-        hashes = self._group.keys(state.request.hashes)[start // self._group.blocks_per_slot : hits]
+        names = self._group.names(state.request, start, end, tail)
         for request, load in (*self._running.items(), *self._landed.items()):
-            if self._group.suffixes and load.last not in hashes:
+            if self._group.suffixes and load.last not in names:
                 continue  # it loads the suffix groups for another boundary
-            if hashes[0] in load.hashes and request != state.id:
-                brought = next((at for at, name in enumerate(hashes) if name not in load.hashes), len(hashes))
-                if 2 * brought >= len(hashes):
+            if names[0] in load.hashes and request != state.id:
+                brought = next((at for at, name in enumerate(names) if name not in load.hashes), len(names))
+                if 2 * brought >= len(names):
                     waits.follows_until = waits.follows_until or now + PATIENCE
                     waits.followed, waits.followed_at = request, start
                     return True

@@ -16,6 +16,7 @@ from kvcache_client.scheduler.queue import Queue
 from kvcache_client.scheduler.requests import LookupResult, RequestState
 from kvcache_client.session.checksums import pick_sums
 from kvcache_proto.errors import KVCacheError
+from kvcache_proto.types import Resume
 
 PENDING_WAIT = 0.05  # seconds that a request waits, once, for blocks that are being written
 PRODUCER_WAIT = 1.0  # the same in an engine that leaves prompts to others: blocks being written are being handed over
@@ -59,6 +60,8 @@ class Lookups:
             return None
         if self._group.suffixes and (lookup.hits > limit or lookup.had > start // self._group.blocks_per_slot):
             return None
+        if lookup.tail > self._group.farthest(state.request):
+            return None
         return None if lookup.hits < min(limit, lookup.wanted) and now - lookup.at > MAX_AGE else lookup
 
     def ask(self, state: RequestState, namespace: CacheNamespace, limit: int, start: int, now: float) -> LookupResult:
@@ -70,6 +73,7 @@ class Lookups:
         self.forget(state)
         keys = self._group.keys(request.hashes)[: limit + self._group.volatile]
         had = start // self._group.blocks_per_slot if self._group.suffixes else 0
+        resume = Resume(had, *self._group.tails(request))
         try:
             lease = namespace.acquire(
                 keys,
@@ -77,16 +81,20 @@ class Lookups:
                 request=request.id,
                 tokens=request.prompt_tokens,
                 salted=request.salted,
-                start=had,
+                resume=resume,
             )
         except KVCacheError as error:
             self._counters.warn("lookups_refused", f"lookups are refused: {error}")
             self._notes.note(state, "refused", now)
             lease = namespace.acquire(())
+        whole, tail = lease.hits, max(0, lease.tail - 1)
+        if tail:
+            whole -= 1
+            keys = [*keys[:whole], resume.tails[tail]]
         if lease.failed:
             self._notes.note(state, "deadline" if namespace.attached else "down", now)
         else:
-            state.progress.saved = lease.hits + lease.pending
+            state.progress.saved = lease.hits + lease.pending if lease.pending else whole
             if self._stalled:
                 for name in keys[: lease.hits if lease.pending else lease.hits + 1]:  # the writer moved on, or is gone
                     self._stalled.pop(name, None)
@@ -95,13 +103,15 @@ class Lookups:
             if self._events is not None and not lease.withheld:
                 # With suffix groups, the blocks after the hits may be cached: they can be loaded from another boundary
                 # on.
-                self._events.looked_up(request, lease.hits, lease.hits if self._group.suffixes else len(keys))
+                self._events.looked_up(request, whole, whole if self._group.suffixes else len(keys))
             if waited and self._group.usable(lease.hits) == len(keys) - self._group.volatile:
                 self._notes.note(state, "came", now)
         names = self._group.references(keys, lease.hits, had) if lease.sums else ()
         sums = pick_sums(self._verify, names, lease.sums, self._shards, lease.region_id)
-        awaited, hits = keys[lease.hits] if lease.pending else b"", self._group.usable(lease.hits)
-        state.lookup = LookupResult(lease, limit, hits, now, sums=sums, had=had, awaited=awaited)
+        awaited = keys[lease.hits] if lease.pending and lease.hits < len(keys) else b""
+        state.lookup = LookupResult(
+            lease, limit, self._group.usable(whole), now, sums=sums, had=had, tail=tail, awaited=awaited
+        )
         if lease.id:
             self.holding[state.id] = state
         return state.lookup

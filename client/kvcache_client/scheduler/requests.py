@@ -17,11 +17,12 @@ class LookupResult:
 
     lease: CacheLease
     wanted: int  # number of cached blocks requested
-    hits: int  # number of cached blocks that may be loaded
+    hits: int  # number of whole cached blocks that may be loaded
     at: float  # when it was requested
     offered: int = 0  # the step in which this was last offered to the engine
     sums: bytes = b""  # checksums of the blocks that are to be verified
     had: int = 0  # cached blocks whose suffix groups were not requested
+    tail: int = 0  # blocks of the engine in the hits and the tail after them; 0 if there is no tail
     awaited: bytes = b""  # hash of the first cached block after the hits, if it is being written
 
 

@@ -183,9 +183,13 @@ class Saves:
         if group.prompt_only:
             slots = min(slots, request.prompt_tokens // group.slot_tokens)
         if not self._paused(state):
+            keys = group.keys(request.hashes)
             for number, slot, blocks in group.state_slots(offers):
                 if slot < slots:
-                    self._ask_suffix(state, group.keys(request.hashes), number, {slot: blocks})
+                    self._ask_suffix(state, keys, number, {slot: blocks})
+            for end, found in group.tails_made(request, state.tables, offers):
+                if end // group.blocks_per_slot <= slots:
+                    self._ask_tail(state, keys, end, found)
 
     def ask_due(self) -> None:
         """Note the blocks that were kept and are due, for the next `send`."""
@@ -209,6 +213,16 @@ class Saves:
             run = Run([keys[slot] for slot in part], None, number)
             blocks = [block for slot in part for block in slots[slot]]
             self._next.append(_Asked(state, 0, run, blocks, len(part), suffix=True))
+
+    def _ask_tail(self, state: RequestState, keys: Sequence[bytes], end: int, found: list[list[int]]) -> None:
+        """Note the tail after `end` blocks of the engine, with its device blocks by group."""
+        name, slot = self._group.tail_name(state.request, end), end // self._group.blocks_per_slot
+        if not name or (state.progress.limit is not None and slot >= state.progress.limit):
+            return
+        parent = keys[slot - 1] if slot else None
+        for number, blocks in enumerate(found):
+            run = Run([name], parent if number == 0 else None, number)
+            self._next.append(_Asked(state, 0, run, blocks, 1, suffix=True))
 
     def _paused(self, state: RequestState) -> bool:
         return bool(state.progress.retry_at) and self._clock() < state.progress.retry_at

@@ -121,7 +121,7 @@ class Scheduler:
         if state.admitted is False:
             return 0, False
         limit, start = self._group.loadable(request), computed // self._group.block_tokens
-        if limit * self._group.blocks_per_slot <= start or self._canaries.again(state, start):
+        if self._group.farthest(request) <= start or self._canaries.again(state, start):
             self._lookups.forget(state)
             return 0, False
         if len(self._loads) and state.waits.loads_to_end > self._loads.ended and now < state.waits.quota_until:
@@ -141,13 +141,14 @@ class Scheduler:
             return None, False
         lookup.offered, state.start = self._step, start
         hits = min(lookup.hits, limit)
-        tokens = hits * self._group.slot_tokens - computed
+        end = lookup.tail or hits * self._group.blocks_per_slot
+        tokens = end * self._group.block_tokens - computed
         if tokens <= 0:
             self._lookups.release(state)
             return 0, False
         if not self.gate.admits(state, computed, computed + tokens):
             return self._decline(state, "slow", now)
-        if self._loads.follow(state, start, hits, now):
+        if self._loads.follow(state, start, end, lookup.tail, now):
             self._counters.add("lookups_waited_for_load")
             self._lookups.forget(state)
             return None, False
@@ -212,7 +213,8 @@ class Scheduler:
         self._saves.demand.ask(state)
         if state.lookup is not None and not state.logged:
             state.logged = True
-            found = state.lookup.hits * self._group.slot_tokens
+            end = state.lookup.tail or state.lookup.hits * self._group.blocks_per_slot
+            found = end * self._group.block_tokens
             self._summary.request(request.tokens, found, max(external, 0))
             logger.debug(
                 "request %s: %s tokens, %s hit, %s to load",
@@ -232,7 +234,7 @@ class Scheduler:
         lookup, count = self._lookups.take(state), external // group.block_tokens
         lease, jobs, ranks = lookup.lease if lookup is not None else None, [], 0
         if lookup is not None and lease is not None and not (group.suffixes and external % group.block_tokens):
-            slots = Found(lease.region_id, lease.packed, lease.hits, lookup.had, lookup.sums)
+            slots = Found(lease.region_id, lease.packed, lease.hits, lookup.had, lookup.sums, lookup.tail)
             jobs = group.cut_loads(request.id, slots, state.tables, start, count)
             if jobs and self._overlaps(state, lookup, external):
                 ranks, jobs = self.overlap.ranks, [msgspec.structs.replace(job, layered=True) for job in jobs]
@@ -241,8 +243,8 @@ class Scheduler:
                 self._counters.add("loads_of_another_boundary")
                 lease.release()
             lease, jobs = None, [LoadJob(request.id, b"", b"", state.tables[0][start : start + count])]
-        keys = group.keys(request.hashes)[start // group.blocks_per_slot : (start + count) // group.blocks_per_slot]
-        self._loads.begin(jobs, lease, keys, external, ranks)
+        names = group.names(request, start, start + count, lookup.tail if lookup is not None else 0)
+        self._loads.begin(jobs, lease, names, external, ranks)
         state.loading = True
 
     def _overlaps(self, state: RequestState, lookup: LookupResult, external: int) -> bool:
@@ -483,4 +485,4 @@ def _group_rules(engine: EngineFacts, spec: NamespaceSpec, settings: ConnectorSe
     if not engine.groups:
         return FullAttention(tokens, engine.blocks_per_slot, engine.volatile, only_prompts)
     checkpoint = settings.checkpoint_tokens
-    return HybridGroups(engine.groups, spec.groups, tokens, only_prompts, checkpoint, engine.volatile)
+    return HybridGroups(engine.groups, spec.groups, tokens, only_prompts, checkpoint, engine.volatile, engine.tails)

@@ -67,6 +67,7 @@ class EngineFacts:
     loads: bool = True  # whether it loads from the cache
     volatile: int = 0  # cached blocks at the end of a hit that are computed anyway
     groups: Sequence[Group] = ()  # those of the namespace, unless the engine has only one, of full attention
+    tails: bool = False  # whether hits of the engine may end within a block: see HybridGroups
     table_tokens: Sequence[int] = ()  # per block of each of the engine's groups; by default, one of `block_tokens`
     joining: Collection[int] = ()  # ranks that do not know the namespace before they get a plan
     step_tokens: int = 0  # the most tokens that a step schedules

@@ -97,7 +97,8 @@ class Lease:
 
     Attributes:
         id: the daemon's number; 0 if nothing is pinned.
-        hits: number of leading hashes that are cached.
+        hits: number of leading hashes that are cached, and one more if the last of the hits is a tail.
+        tail: the number of that tail in the lookup's, 1 for the first; 0 if there is none.
         packed: their slots' references, REF_BYTES each: those of the full group, then those of each suffix group.
         parts: the groups that they belong to, in their order.
         pending: number of blocks after the hits that are being written now.
@@ -113,7 +114,7 @@ class Lease:
 
     __slots__ = (
         *("_connection", "_daemon", "_slots", "coming", "divergence", "eta", "failed", "hits", "id", "packed", "parts"),
-        *("pending", "region_id", "sums", "withheld"),
+        *("pending", "region_id", "sums", "tail", "withheld"),
     )
 
     def __init__(
@@ -128,7 +129,7 @@ class Lease:
         self._slots: list[Slot] | None = None
         self.id, self.hits, self.pending, self.packed = found.lease, found.hits, found.pending, found.slots
         self.withheld, self.sums, self.coming, self.eta = found.withheld, found.sums, found.coming, found.eta_ms / 1000
-        self.divergence = found.divergence
+        self.divergence, self.tail = found.divergence, found.tail
         self.region_id = connection.region.id if connection and found.hits else b""
         if found.lease and connection is not None:
             full, count = parts[0]

@@ -15,6 +15,7 @@ from kvcache_client.session.settlements import Settlements
 from kvcache_proto import messages as m
 from kvcache_proto.errors import BadArgument
 from kvcache_proto.types import (
+    FROM_ROOT,
     MAX_BLOCKS,
     MAX_HASHES,
     MAX_NAME,
@@ -24,6 +25,7 @@ from kvcache_proto.types import (
     NamespaceSpec,
     Outcome,
     Refusal,
+    Resume,
     Verdict,
 )
 
@@ -121,12 +123,12 @@ class Namespace:
         request: str = "",
         tokens: int = 0,
         salted: bool = False,
-        start: int = 0,
+        resume: Resume = FROM_ROOT,
     ) -> Lease:
         """Return the longest cached prefix of `hashes`, under a lease. One round trip.
 
         In a namespace with suffix groups, group 0 means all groups: the result is the longest prefix after which an
-        engine that has the suffix groups of the first `start` blocks itself can continue.
+        engine can `resume`.
 
         Args:
             hashes: n chained hashes in prompt order, at most MAX_HASHES.
@@ -135,27 +137,28 @@ class Namespace:
             request: name of the request, for asking the daemon why there was no hit.
             tokens: number of tokens of the request.
             salted: whether the hashes have a salt in them.
-            start: number of blocks whose suffix groups are not needed.
         If the daemon does not answer within the session's deadline, the lease is empty and `failed`. Raises BadArgument
         for arguments that the protocol does not allow.
         """
         self._check(hashes, group)
+        self._check(resume.tails, group)
         connection, number = self._joined()
         if connection is None:
             return self._no_lease("lookups_down")
-        if not hashes:
+        if not hashes and not resume.tails:
             return Lease(self._daemon, connection)
-        listed, named = _listed(hashes), request[:MAX_NAME]
-        asked = m.Acquire(0, b"", number, listed, group, pin, verify, named, tokens, salted, start)
+        told = request[:MAX_NAME], tokens, salted, resume.start, _listed(resume.tails), resume.tails_per_block
+        asked = m.Acquire(0, b"", number, _listed(hashes), group, pin, verify, *told)
         reply = self._daemon.call(connection, asked, lambda late: self._return_lease(connection, late))
         if reply is None:
             return self._no_lease("lookups_unanswered")
         if not isinstance(reply, m.Acquired):
             self._daemon.refused(reply, "lookups_refused", connection)
             return self._no_lease("lookups_refused")
-        parts = parts_of_hits(self.spec, group, max(0, reply.hits), start)
+        parts = parts_of_hits(self.spec, group, max(0, reply.hits), resume.start)
         slots = sum(count for _, count in parts)
-        wrong = wrong_lookup(reply, len(hashes), pin, self.spec.shards, connection.region.holds, slots)
+        counts = len(hashes), len(resume.tails)
+        wrong = wrong_lookup(reply, *counts, pin, self.spec.shards, connection.region.holds, slots)
         if wrong:
             self._daemon.misbehaved(wrong)
             self._give_back(connection, reply)

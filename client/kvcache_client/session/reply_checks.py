@@ -18,17 +18,20 @@ _REFUSALS = bytes(Refusal)
 _VERDICTS = bytes(Verdict)
 
 
-def wrong_lookup(reply: Acquired, asked: int, pin: bool, shards: int, holds: Holds, slots: int) -> str:
-    """Check the answer to a lookup of `asked` hashes: it has references to `slots` slots of `shards` shards."""
-    hits = reply.hits
+def wrong_lookup(reply: Acquired, asked: int, tails: int, pin: bool, shards: int, holds: Holds, slots: int) -> str:
+    """Check the answer to a lookup of `asked` hashes and `tails`: it has references to `slots` slots of `shards`
+    shards."""
+    if not 0 <= reply.tail <= tails or (reply.tail and not reply.hits):
+        return f"tail {reply.tail} of {tails}, {reply.hits} hits"
+    hits = reply.hits - bool(reply.tail)
     if not 0 <= hits <= asked or not 0 <= reply.pending <= asked - hits or not 0 <= reply.withheld <= asked - hits:
         return f"{hits} hits, {reply.pending} pending, {reply.withheld} withheld of {asked} hashes"
     if not 0 <= reply.coming <= asked - hits or reply.eta_ms < (reply.coming > 0):
         return f"{reply.coming} blocks coming in {reply.eta_ms} ms, after {hits} hits of {asked} hashes"
     if reply.divergence and not hits + reply.withheld < reply.divergence <= asked:
         return f"a divergence after {reply.divergence} of {asked} hashes"
-    if (reply.lease > 0) != bool(pin and hits):
-        return f"lease {reply.lease} for {hits} hits"
+    if (reply.lease > 0) != bool(pin and reply.hits):
+        return f"lease {reply.lease} for {reply.hits} hits"
     if len(reply.sums) not in (0, slots * shards * SUM_BYTES):
         return f"{len(reply.sums)} bytes of checksums for {slots} slots of {shards} shards"
     return _wrong_slots(reply.slots, slots, holds)

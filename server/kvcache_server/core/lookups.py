@@ -26,8 +26,8 @@ class _Match(NamedTuple):
     """The blocks that match a lookup.
 
     `chain` are blocks of the full group, `suffixes` those that the engine needs to continue after `hits` blocks. See
-    Acquired for `pending`, `withheld` and `divergence`. `proof` is the block that follows the hits, if there must be
-    one: it counts as used, although the engine gets no reference to it.
+    Acquired for `pending`, `withheld`, `divergence` and `tail`. `proof` is the block that follows the hits, if there
+    must be one: it counts as used, although the engine gets no reference to it.
     """
 
     chain: list[Block]
@@ -37,6 +37,7 @@ class _Match(NamedTuple):
     withheld: int = 0
     proof: Block | None = None
     divergence: int = 0
+    tail: int = 0
 
     @property
     def used(self) -> list[Block]:
@@ -78,6 +79,9 @@ class Lookups:
             return self._answer(session, request, namespace, group, _Match(found, len(found)))
         if request.start < 0:
             raise BadArgument(f"start {request.start}: 0 or more blocks")
+        if request.tails_per_block < bool(request.tails):
+            raise BadArgument(f"tails_per_block {request.tails_per_block}: 1 or more")
+        check_hashes(request.tails, group.hash_bytes)
         return self._answer(session, request, namespace, group, self._match(session, request, group, found))
 
     def _match(self, session: Session, request: m.Acquire, group: Group, chain: list[Block]) -> _Match:
@@ -103,9 +107,33 @@ class Lookups:
             if affordable == end:
                 break
             end, needed = boundary(suffixes, hashes, affordable, start)
-        proof = chain[end] if end and group.spec.needs_next_block else None
+        if request.tails and (found := self._find_tail(session, request, group, chain, max(end, start))):
+            number, path, needed = found
+            beyond = divergence if divergence >= len(path) else 0
+            return _Match(path, len(path), needed, max(soon - len(path), 0), divergence=beyond, tail=number)
         beyond = divergence if divergence > whole else 0
+        proof = chain[end] if end and group.spec.needs_next_block else None
         return _Match(chain[:end], end, needed, max(soon - whole, 0), whole - end, proof, beyond)
+
+    def _find_tail(
+        self, session: Session, request: m.Acquire, group: Group, chain: list[Block], least: int
+    ) -> tuple[int, list[Block], list[Block]] | None:
+        """Return the number of the longest tail after which the engine may continue, the blocks of the full group up to
+        it, and those of the suffix groups; None if there is none after `least` blocks or more. O(tails)."""
+        tails, per_block, pins = request.tails, request.tails_per_block, session.engine.pins
+        for at in range(min(len(tails), (len(chain) + 1) * per_block) - 1, least * per_block - 1, -1):
+            if (tail := group.visible.get(tails[at])) is None:
+                continue
+            count = at // per_block
+            path = [*chain[:count], tail]
+            if tail.parent is not (chain[count - 1] if count else group.root):
+                continue
+            needed = _blocks(group.suffixes, [*request.hashes[:count], tail.hash], count + 1, request.start)
+            if needed is None or (group.severed and not all(map(_is_reachable, needed))):
+                continue
+            if not request.pin or pins.bytes + len(path) * group.allocated_bytes + _bytes(needed) <= self._quota:
+                return at + 1, path, needed
+        return None
 
     def _answer(
         self, session: Session, request: m.Acquire, namespace: Namespace, group: Group, match: _Match
@@ -146,7 +174,9 @@ class Lookups:
             sums = b"".join([self._sums([block]) for block in blocks])
         elif request.verify and self.checksums:
             sums = self.checksums.read(slots, group.sum_offsets, self._pool.locate_if_scattered)
-        return m.Acquired(request.id, lease, hits, pending, slots, withheld, sums, coming, eta, match.divergence)
+        return m.Acquired(
+            *(request.id, lease, hits, pending, slots, withheld, sums, coming, eta, match.divergence, match.tail)
+        )
 
     def _note_asked(
         self, session: Session, request: m.Acquire, namespace: Namespace, group: Group, match: _Match
@@ -158,7 +188,7 @@ class Lookups:
             self._learner.asked(session.engine, group, request, match.used, hits, match.suffixes)
         asked.lookups += 1
         namespace.lookups += 1
-        more = len(request.hashes) - group.spec.needs_next_block - asked.blocks
+        more = max(len(request.hashes) - group.spec.needs_next_block, match.hits) - asked.blocks
         if more > 0:
             asked.blocks += more
             namespace.requested_blocks += more

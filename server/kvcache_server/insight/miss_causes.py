@@ -149,7 +149,7 @@ def withheld_blocks(session: Session, request: Acquire, reply: Acquired, limits:
     if not reply.hits and session.engine.writers[request.namespace] is None:
         return "ranks_missing", len(group.prefix(request.hashes))
     if any(suffix.is_suffix for suffix in group.suffixes):
-        beyond = len(group.prefix(request.hashes)) - reply.hits
+        beyond = max(0, len(group.prefix(request.hashes)) - reply.hits)  # a tail is one more hit
         return ("no_suffix" if beyond > group.spec.needs_next_block else "no_next_block", beyond) if beyond else ("", 0)
     return "", 0
 

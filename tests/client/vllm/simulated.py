@@ -104,14 +104,15 @@ def windows(
     return {f"model.layers.{n}.attn": spec for n in range(first, first + layers)}
 
 
-def states(layers: int, first: int = 0, mode: str = "none", drafts: int = 0) -> dict[str, Any]:
+def states(layers: int, first: int = 0, mode: str = "none", drafts: int = 0, block: int = BLOCK) -> dict[str, Any]:
     """Return Mamba layers whose states are as large as a page of attention. `mode` is vLLM's mamba_cache_mode.
 
     Of a model with a drafter, which proposes so many `drafts`, there is also a state after each of these.
     """
-    shapes = ((4, PAGE // ITEM // 8), (PAGE // ITEM // 2,))
+    values = PAGE // BLOCK * block // ITEM
+    shapes = ((4, values // 8), (values // 2,))
     facts = {"mamba_cache_mode": mode, "num_speculative_blocks": drafts}
-    spec = MambaSpec(BLOCK, shapes=shapes, dtypes=(torch.float32, torch.float32), **facts)
+    spec = MambaSpec(block, shapes=shapes, dtypes=(torch.float32, torch.float32), **facts)
     return {f"model.layers.{n}.mixer": spec for n in range(first, first + layers)}
 
 
@@ -406,6 +407,8 @@ class Runner:
             if self.config.kv_transfer_config is not None:
                 self.connector = KVConnectorFactory.create_connector(self.config, KVConnectorRole.WORKER, config)
         self.layers = allocate(config, self.rank, self.heads, BY_HEAD or bool(self.heads))
+        specs = [group.kv_cache_spec for group in config.kv_cache_groups]
+        self.state_block = next((spec.block_size for spec in specs if isinstance(spec, MambaSpec)), BLOCK)
         if self.connector is not None:
             caches = {name: layer.registered for name, layer in self.layers.items()}
             context = self.config.compilation_config.static_forward_context
@@ -558,8 +561,8 @@ class Runner:
             held = self.held[name]
             if self.drafts:
                 begin = min(begin, len(held.tokens) - 1)
-            before = (begin - 1) // BLOCK if held.column is None else held.column
-            held.column = after = (begin + step.num_scheduled_tokens[name] - 1) // BLOCK
+            before = (begin - 1) // self.state_block if held.column is None else held.column
+            held.column = after = (begin + step.num_scheduled_tokens[name] - 1) // self.state_block
             if begin and before != after:
                 self._copy_states(held, before + held.kept, after)
                 held.kept = 0
@@ -704,10 +707,10 @@ class Runner:
         held.kept = kept
         if held.column is None:
             return
-        boundary = (first + kept) // BLOCK * BLOCK
-        if boundary >= first and held.column + boundary - first != boundary // BLOCK - 1:
-            self._copy_states(held, held.column + boundary - first, boundary // BLOCK - 1)
-            if held.column == boundary // BLOCK - 1:
+        boundary = (first + kept) // self.state_block * self.state_block
+        if boundary >= first and held.column + boundary - first != boundary // self.state_block - 1:
+            self._copy_states(held, held.column + boundary - first, boundary // self.state_block - 1)
+            if held.column == boundary // self.state_block - 1:
                 held.kept = 0
 
 

@@ -160,23 +160,41 @@ def test_an_engine_that_only_waits_for_a_load_leaves_the_processor_to_it(engines
     assert taken <= 550, "each takes a millisecond"
 
 
+@pytest.mark.parametrize("model", ["attention", "states", "states and drafts"])
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
 def test_random_schedules_on_little_memory_end(
-    engines: Any, sim: Any, prompt: Any, idle: Any, request: Any, policy: str
+    engines: Any, sim: Any, prompt: Any, idle: Any, request: Any, policy: str, model: str
 ) -> None:
     """Requests of shared beginnings come and are aborted, are preempted, load slowly, and wait for another engine."""
+    if model != "attention" and not sim.HAS_GROUPS:
+        pytest.skip("before vLLM 0.32, engines with several groups are declined")
+    block, lengths, options = BLOCK, (0, 1, 16, 31), dict[str, Any]()
+    if model != "attention":
+        block, lengths = 4 * BLOCK, (0, 1, 16, 33, 70, 127)
+        options = {"block_size": block, "prefix_match_unit": BLOCK, "mamba_cache_mode": "align"}
+        options |= {"specs": sim.full(1, block) | sim.states(2, 1, "align", block=block)}
+        options |= {"extra": {"block_size": 0}, "max_num_batched_tokens": 6 * block}
+    if model == "states and drafts":
+        drafter = {
+            "method": "eagle",
+            "num_speculative_tokens": 3,
+            "model": str(request.getfixturevalue("tmp_path") / "model"),
+        }
+        specs = sim.full(1, block) | sim.states(2, 1, "align", 3, block=block) | sim.drafter(3, block)
+        options |= {"specs": specs, "speculative_config": drafter}
     count = int(os.environ.get("KVCACHE_STEPS", "400"))
     draw = random.Random(request.node.name)
-    beginnings = [prompt(draw.choice((2, 4, 6)) * BLOCK) for _ in range(4)]
-    prompts = [
-        prompt(draw.randrange(3, 12) * BLOCK + draw.choice((0, 1, 16, 31)), draw.choice(beginnings)) for _ in range(24)
-    ]
-    other = engines("other", blocks=200)
+    # Of a block that is followed by two tokens, a drafter's KV is that of the first writer: in vLLM's own cache, too.
+    within = (37, 60) if "drafts" in model else (0, 60)
+    beginnings = [prompt(draw.choice((2, 4, 6)) * block - draw.choice(within)) for _ in range(4)]
+    prompts = [prompt(draw.randrange(6, 12) * block + draw.choice(lengths), draw.choice(beginnings)) for _ in range(24)]
+    other = engines("other", blocks=200, **options | {"max_model_len": 20 * block})
     one = engines(
         "one",
-        blocks=25,
-        max_model_len=20 * BLOCK,
+        blocks=25 if model == "attention" else 60,
+        max_model_len=20 * block,
         max_num_seqs=6,
+        **options,
         async_scheduling=draw.random() < 0.5,
         scheduling_policy=policy,
     )
@@ -200,7 +218,7 @@ def test_random_schedules_on_little_memory_end(
         if live and draw.random() < 0.02:
             one.abort(draw.choice(live))
         if not live and draw.random() < 0.5:
-            assert one.reset()
+            assert one.reset() or model != "attention"  # vLLM may hold blocks whose states it copies
         one.step()
         other.step()
         steps_taken += 1
@@ -216,5 +234,5 @@ def test_random_schedules_on_little_memory_end(
             progress, since = done, now
         assert now - since < STUCK_SECONDS or not live, queues(one)
     counts = f"{steps_taken} steps, {len(wanted)} requests, {checked} whole answers, {len(one.received)} loads"
-    print(f"vLLM {sim.VERSION}, {policy}: {counts}")
+    print(f"vLLM {sim.VERSION}, {policy}, {model}: {counts}")
     assert one.received and checked

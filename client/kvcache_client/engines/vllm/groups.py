@@ -97,8 +97,8 @@ def unsupported_groups(vllm_config: Any, kv_cache_config: Any) -> str:
             return "states at block boundaries only exist with --mamba-cache-mode align"
         if member.block_tokens % hashed:
             return f"hashes of {hashed} tokens for blocks of {member.block_tokens}"
-        if member.kind == _STATE and member.block_tokens != hashed:
-            return f"states within blocks: hashes of {hashed} tokens for blocks of {member.block_tokens}"
+        if members[0].kind == _STATE and member.block_tokens != hashed:
+            return f"states of {member.block_tokens} tokens with hashes of {hashed}, and no full attention"
     return ""
 
 
@@ -109,6 +109,15 @@ def hash_tokens(kv_cache_config: Any) -> int:
 def boundary_tokens(kv_cache_config: Any) -> int:
     """Return the tokens between two boundaries at which blocks of all groups end."""
     return math.lcm(*_block_sizes(kv_cache_config))
+
+
+def ends_within_blocks(kv_cache_config: Any) -> bool:
+    """Return True if hits may end within a block: if there are full attention and states, of larger blocks than those
+    of hashes. vLLM also allows windows, of blocks as small as those of hashes; they are not served so here."""
+    sizes = {(member.kind, member.block_tokens) for member in _members(kv_cache_config)}
+    states = {size for kind, size in sizes if kind == _STATE}
+    boundary = boundary_tokens(kv_cache_config)
+    return {kind for kind, _ in sizes} == {_KINDS[0], _STATE} and states == {boundary} != {hash_tokens(kv_cache_config)}
 
 
 def has_states(kv_cache_config: Any) -> bool:

@@ -19,8 +19,10 @@ from kvcache_client.engines.vllm import compat
 from kvcache_client.engines.vllm.groups import (
     Merged,
     boundary_tokens,
+    ends_within_blocks,
     first_spec,
     group_spec,
+    hash_tokens,
     is_plain,
     merged_groups,
     unsupported_groups,
@@ -205,7 +207,8 @@ def namespace_spec(
         "kv_dtype": str(cache.cache_dtype),
         "layout": kv_layout(kv_cache_config, runtime_facts),
         "group": _describe_all(merged) or _describe(layer_spec(kv_cache_config), by_head),
-        "block": f"{engine_block_size(kv_cache_config)}x{blocks_per_slot}",
+        "block": f"{engine_block_size(kv_cache_config)}x{blocks_per_slot}"
+        + (f" by {hash_tokens(kv_cache_config)}" if merged and ends_within_blocks(kv_cache_config) else ""),
         "shards": "heads" if by_head else str(split.number),
         "hash": str(cache.prefix_caching_hash_algo),
         # A random seed is shared with no other engine; the engine's ranks still agree on this.

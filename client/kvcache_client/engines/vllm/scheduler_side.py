@@ -9,7 +9,7 @@ from typing import Any
 from kvcache_client.engines.vllm import compat
 from kvcache_client.engines.vllm.early_start import open_session
 from kvcache_client.engines.vllm.events import HostEvents
-from kvcache_client.engines.vllm.groups import first_spec, hash_tokens, writes_early
+from kvcache_client.engines.vllm.groups import ends_within_blocks, first_spec, hash_tokens, writes_early
 from kvcache_client.engines.vllm.identity import checkpoint_id, with_stages
 from kvcache_client.engines.vllm.lora import Adapters
 from kvcache_client.engines.vllm.setup import Setup
@@ -109,6 +109,7 @@ class SchedulerSide(Side):
             loads=transfer.is_kv_consumer,
             volatile=int(compat.reads_next_token(config)),
             groups=[merged.group for merged in setup.groups],
+            tails=bool(setup.groups) and ends_within_blocks(kv_cache),
             table_tokens=[int(first_spec(group).block_size) for group in kv_cache.kv_cache_groups],
             joining=joining,
             step_tokens=config.scheduler_config.max_num_batched_tokens,
