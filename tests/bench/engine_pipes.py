@@ -50,6 +50,7 @@ def _serve(pipe: Connection, model: str, extra: dict[str, Any] | None, options: 
     connector = engine.engine_core.engine_core.scheduler.connector._scheduler if extra else None
     if connector is not None:
         worker = get_kv_transfer_group()._worker
+    if connector is not None and hasattr(worker._device, "_loader"):  # on a CPU
         copy = worker._device._loader._copy
 
         def throttled(job: Any) -> None:
