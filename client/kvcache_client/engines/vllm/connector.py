@@ -101,6 +101,7 @@ class KVCacheServerConnector(KVConnectorBase_V1, SupportsHMA):
 
     get_handshake_metadata = _rank_hook(RankSide.get_handshake_metadata)
     register_kv_caches = _rank_hook(RankSide.register_kv_caches)
+    unregister_kv_caches = _rank_hook(RankSide.unregister_kv_caches)
     before_step = _rank_hook(RankSide.before_step)
     handle_preemptions = _rank_hook(RankSide.handle_preemptions)
     get_finished = _rank_hook(RankSide.get_finished, lambda *_, **__: (None, None))

@@ -113,6 +113,11 @@ class RankSide(Side):
         except (ConfigError, CopyError) as error:
             self.worker.decline(str(error))
 
+    def unregister_kv_caches(self) -> None:
+        """From 0.33 on, called before the device's memory is unmapped."""
+        if self.worker is not None:
+            self.worker.drain()
+
     def before_step(self, metadata: Any) -> None:
         """Begin a step before its runner does. vLLM has no such hook: see `wrapped`."""
         if self._writes_early:
