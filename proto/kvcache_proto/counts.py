@@ -36,8 +36,8 @@ _OF_EVENTS = """
     saves_of_odd_places saves_refused saves_unavailable settles_of_another_region settles_refused settles_sent_again
     settles_unanswered stale_attaches stale_detaches stale_settles stale_client_reports refused_unavailable
 
-    hints_invalid hints_too_long hints_uncacheable hints_unsent retain_refused_count retain_refused_other
-    retain_refused_quota
+    hints_invalid hints_too_long hints_uncacheable hints_unknown_action hints_unknown_protocol hints_unsent
+    retain_refused_count retain_refused_other retain_refused_quota
 
     blocks_corrupt blocks_verified canary_checked canary_failed canary_lost canary_mismatches canary_requests
     canary_skipped invalidations_unsent drains_cut_short load_blocks_failed load_ends_failed load_us loaded_bytes

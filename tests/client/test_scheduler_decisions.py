@@ -14,7 +14,7 @@ from kvcache_client.scheduler import loads, lookups, queue, saves
 from kvcache_client.scheduler.groups import FullAttention
 from kvcache_client.scheduler.lazy import Lazy
 from kvcache_client.scheduler.requests import PAUSE, RequestState
-from kvcache_client.scheduler.views import RequestView
+from kvcache_client.scheduler.views import Hint, RequestView
 from kvcache_client.session.counters import LoggedCounters
 from kvcache_client.step_plan import NOTHING, LoadJob, Report
 from kvcache_proto.errors import BadArgument
@@ -348,6 +348,21 @@ def test_requests_that_wait_in_the_queue_are_announced_in_order_and_up_to_a_limi
     engine.step()
     assert cache.prefetched[3:] == [("next", 5)]
     assert engine.scheduler.counters["prefetches"] == 4
+
+
+def test_requests_whose_hint_asks_for_it_are_announced_first(cache: Cache) -> None:
+    engine = Engine(cache)
+    cache.capacity = 8 * 4 * 4096  # four blocks may be announced
+    hints = {"a": None, "b": Hint(fetch=True), "aborted": Hint(fetch=True), "c": Hint(drop=True), "d": Hint(fetch=True)}
+    requests = {name: engine.request(name, chain(name, 2), hint=hint) for name, hint in hints.items()}
+    for request in requests.values():
+        engine.scheduler.queued(request.view)
+    engine.finish(requests["aborted"])
+    engine.step()
+    assert cache.prefetched == [("b", 2), ("d", 2)]
+    engine.finish(requests["b"])
+    engine.step()
+    assert cache.prefetched[2:] == [("a", 2)]
 
 
 def test_a_drafter_s_block_is_announced_too_and_not_too_many_requests_are(cache: Cache) -> None:

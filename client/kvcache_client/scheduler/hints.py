@@ -6,10 +6,12 @@ request asks for is saved anyway.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from kvcache_client.scheduler.cache import CacheNamespace, Counts
 from kvcache_client.scheduler.groups import FullAttention
 from kvcache_client.scheduler.requests import RequestState
-from kvcache_client.scheduler.views import Hint, RequestView, Rest
+from kvcache_client.scheduler.views import Hint, RequestView, Rest, Retain
 from kvcache_proto.types import MAX_HASHES
 
 SEEN = 1 << 14  # cached blocks of dropped requests that are remembered
@@ -25,8 +27,8 @@ class Hints:
 
     def begin(self, state: RequestState) -> None:
         request = state.request
-        if request.bad_hint:
-            self._counters.warn("hints_invalid", f"the hint of a request is ignored: {request.bad_hint}")
+        for counter, error in request.bad_hints:
+            self._counters.warn(counter, f"the hint of a request is ignored: {error}")
         hint = request.hint
         if hint is None or (rest := hint.unwanted) is None:
             return
@@ -39,21 +41,30 @@ class Hints:
     def retain(self, state: RequestState, namespace: CacheNamespace) -> None:
         """Ask the daemon to keep the blocks that the request wants kept; they may be saved later."""
         request, hint = state.request, state.request.hint
-        wanted = hint.retained if hint is not None else None
-        if wanted is None or state.retained:
+        if hint is None or not hint.retained or state.retained:
             return
         state.retained = True
-        tokens = request.prompt_tokens if wanted.tokens is None else min(wanted.tokens, request.prompt_tokens)
-        keys = list(self._group.keys(request.hashes)[: min(tokens // self._group.slot_tokens, MAX_HASHES)])
         if request.uncacheable or state.barred:
             self._counters.add("hints_uncacheable")
-        elif keys:
-            namespace.retain(keys, wanted.seconds, request=request.id, then=self._answered)
+            return
+        for each in hint.retained:
+            self._retain(request, each, self._group.prompt_keys(request), namespace)
+
+    def _retain(self, request: RequestView, wanted: Retain, keys: Sequence[bytes], namespace: CacheNamespace) -> None:
+        most = MAX_HASHES if wanted.tokens is None else min(wanted.tokens // self._group.slot_tokens, MAX_HASHES)
+        if kept := list(keys[:most]):
+            namespace.retain(kept, wanted.seconds, request=request.id, then=self._answered)
 
     def finished(self, state: RequestState, namespace: CacheNamespace) -> None:
-        """Remember the blocks of a request that was used once; report the end of a conversation to the daemon."""
+        """Remember the blocks of a request that was used once; have answers retained; report the end of a conversation
+        to the daemon."""
         request, hint = state.request, state.request.hint
-        if hint is None or (rest := hint.unwanted) is None or request.uncacheable or state.barred:
+        if hint is None or request.uncacheable or state.barred:
+            return
+        for each in hint.retained:
+            if each.answer:
+                self._retain(request, each, self._group.keys(request.hashes), namespace)
+        if (rest := hint.unwanted) is None:
             return
         if not hint.done:
             # At its end: several answers to one prompt are computed at the same time.
@@ -72,10 +83,9 @@ class Hints:
 
     def _kept(self, request: RequestView, hint: Hint, rest: Rest) -> int:
         """Return the number of cached blocks at the beginning that are neither dropped nor left unsaved."""
-        tokens, retained = rest.after, hint.retained
-        if retained is not None:
-            tokens = max(tokens, request.prompt_tokens if retained.tokens is None else retained.tokens)
-        return tokens // self._group.slot_tokens
+        prompt = request.prompt_tokens
+        tokens = [rest.after, *(prompt if each.tokens is None else each.tokens for each in hint.retained)]
+        return max(tokens) // self._group.slot_tokens
 
     def _answered(self, blocks: int, refused: str) -> None:
         if refused:

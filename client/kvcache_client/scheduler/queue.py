@@ -3,7 +3,7 @@
 A request is looked up, and its blocks are leased, when the engine schedules it. A request that a schedule has left in
 the queue is announced to the daemon before that, with a lookup that pins nothing. Announced requests are limited in
 number and bytes and follow the order of arrival, so that a long queue does not evict what its first requests need.
-Without tiers, an announcement only counts as the first lookup.
+Requests whose hint says `fetch` come first. Without tiers, an announcement only counts as the first lookup.
 """
 
 from __future__ import annotations
@@ -32,20 +32,28 @@ class Queue:
 
     def __init__(self, group: FullAttention, block_bytes: int, counters: Counts) -> None:
         self._group, self._block_bytes, self._counters = group, block_bytes, counters
-        self.waiting: dict[str, RequestView] = {}  # those that are not announced, in order
+        self._hinted: dict[str, RequestView] = {}  # those that are not announced, in order, and come first
+        self._others: dict[str, RequestView] = {}
         self._announced: dict[str, _Announced] = {}
         self._bytes = 0
+
+    @property
+    def waiting(self) -> dict[str, RequestView]:
+        """Requests that are not announced, in order: the next ones. If it is empty, there are none."""
+        return self._hinted or self._others
 
     def add(self, request: RequestView) -> None:
         """Note a request that the engine has queued."""
         self.leave(request.id)
         if not request.uncacheable and not request.skips_cache:
-            self.waiting[request.id] = request
+            first = request.hint is not None and request.hint.fetch
+            (self._hinted if first else self._others)[request.id] = request
 
     def leave(self, request_id: str) -> bool:
         """Note that a request is scheduled, or has ended; return True if blocks were missing when it was announced."""
         if self.waiting:
-            self.waiting.pop(request_id, None)
+            self._hinted.pop(request_id, None)
+            self._others.pop(request_id, None)
         announced = self._announced.pop(request_id, None)
         if announced is None:
             return False
@@ -55,13 +63,13 @@ class Queue:
     def announce(self, namespace: CacheNamespace, capacity: int) -> None:
         """Have the daemon's tiers fetch blocks of waiting requests into its `capacity` bytes. Never waits."""
         most = capacity // PREFETCH_DIVISOR
-        while self.waiting and len(self._announced) < MOST_ANNOUNCED:
-            request = next(iter(self.waiting.values()))
+        while (waiting := self.waiting) and len(self._announced) < MOST_ANNOUNCED:
+            request = next(iter(waiting.values()))
             blocks = self._group.loadable(request)
             size = blocks * self._block_bytes
             if self._bytes + size > most >= size:
                 return  # there is room once earlier requests are scheduled
-            del self.waiting[request.id]
+            del waiting[request.id]
             if blocks and size <= most:
                 self._announced[request.id] = announced = _Announced(size)
                 self._bytes += size

@@ -116,7 +116,7 @@ class Demand:
                 enough += 1
         while len(self._counts) > DEMANDED:
             del self._counts[next(iter(self._counts))]
-        if (request.hint is None or request.hint.retained is None) and state.progress.limit is None:
+        if (request.hint is None or not request.hint.retained) and state.progress.limit is None:
             state.progress.limit, state.progress.limited_by = enough, "min_hits"
 
 

@@ -474,7 +474,7 @@ class Scheduler:
         if (former := self._requests.get(request.id)) is not None:
             self._lookups.forget(former)
         state = self._requests.begin(request)
-        if request.hint is not None or request.bad_hint:
+        if request.hint is not None or request.bad_hints:
             self._hints.begin(state)
         return state
 

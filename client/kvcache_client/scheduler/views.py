@@ -93,10 +93,12 @@ class EngineFacts:
 
 
 class Retain(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Keep the whole blocks of the first `tokens` of the prompt, or of all of it."""
+    """Keep the whole blocks of the first `tokens` of the prompt, or of all of it, and once more with the `answer`, from
+    its end on."""
 
     seconds: Annotated[float, msgspec.Meta(gt=0, le=MAX_SECONDS)] = RETAIN_SECONDS
     tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    answer: bool = False
 
 
 class Rest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -107,22 +109,33 @@ class Rest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class Hint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A hint of a request on its own blocks: `retain` the prompt; `drop` blocks that are used once; the conversation is
-    `done`. As in JSON: {"retain": {"seconds": 3600, "tokens": 1024}, "drop": {"after": 1024}, "done": true}
+    `done`; tiers `fetch` before they fetch for other requests that wait. As in JSON: {"retain": {"seconds": 3600,
+    "tokens": 1024}, "drop": {"after": 1024}, "done": true, "fetch": true}
     """
 
-    retain: Retain | bool = False
+    retain: Retain | bool | tuple[Retain, ...] = False
     drop: Rest | bool = False
     done: Rest | bool = False
+    fetch: bool = False
 
     @property
-    def retained(self) -> Retain | None:
-        return Retain() if self.retain is True else self.retain or None
+    def retained(self) -> tuple[Retain, ...]:
+        if isinstance(self.retain, bool):
+            return (Retain(),) if self.retain else ()
+        return self.retain if isinstance(self.retain, tuple) else (self.retain,)
 
     @property
     def unwanted(self) -> Rest | None:
         """The tokens that are not to be saved."""
         given = self.done or self.drop
         return Rest() if given is True else given or None
+
+
+class BadHint(NamedTuple):
+    """A hint, or a part of one, that is ignored."""
+
+    counter: str
+    error: str
 
 
 def parse_hint(value: Any) -> Hint:
@@ -187,7 +200,7 @@ class RequestView(msgspec.Struct, frozen=True):
     uncacheable: str = ""  # why the hashes do not identify the blocks' content ("multimodal", ...); "" if they do
     skips_cache: bool = False  # whether it opted out of the cache
     hint: Hint | None = None
-    bad_hint: str = ""  # the error in its hint; then `hint` is None
+    bad_hints: Sequence[BadHint] = ()
     key: object = None  # the engine's own object, unlike that of an earlier request of the same name
     adapter: int | None = None  # the engine's number for its LoRA adapter
     set_aside: bool = False  # whether it may have been passed over before, as while an answer's grammar is compiled

@@ -32,10 +32,10 @@ import torch
 import vllm
 from vllm.config import KVTransferConfig, VllmConfig
 from vllm.distributed import parallel_state
-from vllm.distributed.kv_transfer import kv_transfer_state
+from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group, kv_transfer_state
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
-from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorBase_V1, KVConnectorRole
 from vllm.engine.arg_utils import EngineArgs
 from vllm.forward_context import set_forward_context
 from vllm.model_executor.models import registry
@@ -393,6 +393,7 @@ class Runner:
         # Whether it may write to what a step gives to requests right after `handle_preemptions`, as vllm-ascend's V1.
         self.writes_at_once = False
         self.repeats = False  # whether each step's metadata is bound twice, as some runners do
+        self.unmapped: list[bool] = []  # for each time that its memory was unmapped, whether copies ran
         self.received: list[str] = []  # requests whose loads were reported, as often as they were
         self.computed = 0  # tokens
         self.pools = config.model_config.runner_type == "pooling"
@@ -721,7 +722,7 @@ def _computed(step: SchedulerOutput) -> dict[str, int]:
     return computed | dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
 
 
-class SimulatedWorker:
+class OlderWorker:
     """What an executor calls in the process of a rank."""
 
     def __init__(self, runner: Runner) -> None:
@@ -731,7 +732,15 @@ class SimulatedWorker:
         return self._runner.execute_model(scheduler_output)
 
     def sleep(self, level: int = 1) -> None:
+        self._unmap()
+
+    def discard(self, tags: tuple[str, ...]) -> None:
+        self._unmap()
+
+    def _unmap(self) -> None:
         """Unmap the device's memory: who reads it all the same finds something else."""
+        jobs = self._runner.jobs
+        self._runner.unmapped.append(bool(jobs.blocks("save") or jobs.blocks("load")))
         for layer in self._runner.layers.values():
             layer.cells[:] = 0xAA
 
@@ -743,6 +752,29 @@ class SimulatedWorker:
 
     def synchronize_device(self) -> None:
         pass
+
+
+class WorkerWithHooks(OlderWorker):
+    """It tells the connector before it unmaps memory, and after it has mapped it again."""
+
+    def sleep(self, level: int = 1) -> None:
+        if has_kv_transfer_group():
+            get_kv_transfer_group().unregister_kv_caches()
+        self._unmap()
+
+    def discard(self, tags: tuple[str, ...]) -> None:
+        if has_kv_transfer_group() and "kv_cache" in tags:
+            get_kv_transfer_group().unregister_kv_caches()
+        self._unmap()
+
+    def wake_up(self, tags: Any = None) -> None:
+        if has_kv_transfer_group() and (tags is None or "kv_cache" in tags):
+            get_kv_transfer_group().restore_kv_caches()
+
+
+# From 0.33 on
+HAS_SLEEP_HOOKS = hasattr(KVConnectorBase_V1, "unregister_kv_caches")
+SimulatedWorker: Any = WorkerWithHooks if HAS_SLEEP_HOOKS else OlderWorker
 
 
 class SimulatedExecutor(Executor):
@@ -782,10 +814,12 @@ class SimulatedExecutor(Executor):
 
     def collective_rpc(self, method: Any, *arguments: Any, **named: Any) -> Any:
         given = dict(zip(("timeout", "args", "kwargs"), arguments, strict=False)) | named
-        workers = [SimulatedWorker(runner) for runner in self.runners]
-        return [
-            getattr(worker, method)(*(given.get("args") or ()), **(given.get("kwargs") or {})) for worker in workers
-        ]
+        found = []
+        for runner in self.runners:
+            with runner.current():
+                called = getattr(SimulatedWorker(runner), method)
+                found.append(called(*(given.get("args") or ()), **(given.get("kwargs") or {})))
+        return found
 
     def take_draft_token_ids(self) -> Any:
         held = self.runners[0].held

@@ -108,6 +108,29 @@ def test_others_are_computed_while_a_request_loads(engines: Any, sim: Any, promp
     assert two.outputs == {"loads": sim.expected(cached, 3), "computes": sim.expected(fresh, 3)}
 
 
+def test_a_load_begins_before_the_step_is_computed(engines: Any, sim: Any, prompt: Any, idle: Any) -> None:
+    """It waits for all work that the device was given before: it would end a step later."""
+    cached, fresh = prompt(9 * BLOCK), prompt(2 * BLOCK)
+    one, two = engines("one"), engines("two")
+    one.generate(cached)
+    idle()
+    (runner,) = two.runners
+    forward, loading = runner._forward, []
+
+    def watched(step: Any) -> Any:
+        loading.append(len(runner.jobs.blocks("load")))
+        return forward(step)
+
+    runner._forward = watched
+    with two.held_copies():
+        two.add("loads", cached, 3)
+        two.add("computes", fresh, 3)
+        two.step()
+    assert loading == [8]
+    two.run()
+    assert two.outputs == {"loads": sim.expected(cached, 3), "computes": sim.expected(fresh, 3)}
+
+
 def test_a_prompt_in_chunks(engines: Any, sim: Any, prompt: Any, idle: Any) -> None:
     tokens = prompt(11 * BLOCK + 9)
     chunks = {"max_num_batched_tokens": 50, "max_num_seqs": 4}

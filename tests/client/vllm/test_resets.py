@@ -7,6 +7,9 @@ from typing import Any
 
 import pytest
 
+from kvcache_client.engines.vllm.compat import SLEEPS
+from kvcache_client.engines.vllm.wrapped import before_sleep
+
 BLOCK = 32
 
 
@@ -194,5 +197,50 @@ def test_copies_end_before_the_memory_is_unmapped(engines: Any, sim: Any, prompt
     one.add("r", tokens, 600)
     one.run(lambda: one.workers[0]._saves._stored)  # it has begun a save
     one.core.sleep(1)
+    assert one.runners[0].unmapped == [False]
     idle()
     assert hits(two, sim, tokens, idle) == 6 * BLOCK
+
+
+def test_the_memory_is_discarded_and_mapped_again(
+    engines: Any, sim: Any, prompt: Any, idle: Any, lines: list[str]
+) -> None:
+    """Copies end before, and work afterwards."""
+    tokens, later = prompt(6 * BLOCK + 1), prompt(3 * BLOCK + 1)
+    one, two = engines("one", extra={"on_reset": "keep"}), engines("two")
+    if not hasattr(one.core, "release_kv_cache_memory"):
+        pytest.skip("from 0.32 on")
+    one.delay(0.1)
+    one.generate(tokens, name="r")
+    assert one.workers[0]._saves._stored, "a save runs"
+    one.core.pause_scheduler("abort")
+    one.core.release_kv_cache_memory()
+    assert one.runners[0].unmapped == [False]
+    one.core.wake_up()
+    join(one, prompt, idle)
+    assert hits(one, sim, tokens, idle) == hits(two, sim, tokens, idle) == 6 * BLOCK
+    one.generate(later, name="later")
+    assert hits(two, sim, later, idle) == 3 * BLOCK
+    assert not [line for line in lines if "copies" in line]
+
+
+def test_a_worker_is_wrapped_only_if_it_does_not_call_the_connector(
+    engines: Any, sim: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM's own call it from 0.33 on; those of other packages may not."""
+    worker = pytest.importorskip("vllm.v1.worker.gpu_worker").Worker
+    one = engines("one")
+    names = [name for name in SLEEPS if hasattr(worker, name)]
+    for name in names:
+        monkeypatch.setattr(worker, name, getattr(worker, name))
+
+    class Other(worker):  # type: ignore[misc, valid-type]
+        def sleep(self, level: int = 1) -> None: ...
+
+    for each in (worker, Other):
+        before_sleep(each, one.workers[0].drain)
+    for each in (worker, sim.SimulatedWorker):
+        wrapped = {hasattr(getattr(each, name), "_kvcache_first") for name in names}
+        assert wrapped == {not sim.HAS_SLEEP_HOOKS}
+    assert hasattr(Other.sleep, "_kvcache_first")
+    assert not sim.HAS_SLEEP_HOOKS or type(one.connector).supports_sleep_mode(one.runners[0].config.kv_transfer_config)

@@ -5,12 +5,21 @@ It imports nothing from vLLM before a function is called, and reads configuratio
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 MEDIUM = "CPU"  # MEDIUM_CPU, which 0.23 does not have
 SLEEPS = ("sleep", "discard")  # methods of a worker that unmap device memory; `discard` is new in 0.32
+
+
+def ends_copies(method: Any) -> bool:
+    """Return True if one of SLEEPS calls a connector's `unregister_kv_caches`, as vLLM's own do from 0.33 on.
+
+    The worker of another package may not, with any version of vLLM.
+    """
+    return "unregister_kv_caches" in inspect.unwrap(method).__code__.co_names
 
 
 def cache_hit_source() -> Any:

@@ -101,9 +101,9 @@ class KVCacheServerConnector(KVConnectorBase_V1, SupportsHMA):
 
     get_handshake_metadata = _rank_hook(RankSide.get_handshake_metadata)
     register_kv_caches = _rank_hook(RankSide.register_kv_caches)
+    unregister_kv_caches = _rank_hook(RankSide.unregister_kv_caches)
     before_step = _rank_hook(RankSide.before_step)
     handle_preemptions = _rank_hook(RankSide.handle_preemptions)
-    start_load_kv = _rank_hook(RankSide.start_load_kv)
     get_finished = _rank_hook(RankSide.get_finished, lambda *_, **__: (None, None))
     build_connector_worker_meta = _rank_hook(RankSide.build_connector_worker_meta)
     get_block_ids_with_load_errors = _rank_hook(RankSide.get_block_ids_with_load_errors, lambda *_, **__: set())
@@ -113,6 +113,10 @@ class KVCacheServerConnector(KVConnectorBase_V1, SupportsHMA):
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
         self._bind(connector_metadata)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Does nothing: loads begin in `bind_connector_metadata`. From 0.32 on, this is called after the forward pass,
+        for which the device would then wait."""
 
     def clear_connector_metadata(self) -> None:
         super().clear_connector_metadata()

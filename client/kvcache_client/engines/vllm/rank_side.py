@@ -113,6 +113,11 @@ class RankSide(Side):
         except (ConfigError, CopyError) as error:
             self.worker.decline(str(error))
 
+    def unregister_kv_caches(self) -> None:
+        """From 0.33 on, called before the device's memory is unmapped."""
+        if self.worker is not None:
+            self.worker.drain()
+
     def before_step(self, metadata: Any) -> None:
         """Begin a step before its runner does. vLLM has no such hook: see `wrapped`."""
         if self._writes_early:
@@ -123,14 +128,6 @@ class RankSide(Side):
 
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
         self.metadata = connector_metadata if isinstance(connector_metadata, StepMetadata) else None
-        # For a runner that has not called handle_preemptions.
-        self._begin(connector_metadata, late=self._writes_early)
-
-    def _begin(self, metadata: Any, late: bool) -> None:
-        if self.worker is not None and isinstance(metadata, StepMetadata):
-            self.worker.begin(metadata.plan, late, metadata.idle)
-
-    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         if self.metadata is None:
             return
         plan = self.metadata.plan
@@ -138,8 +135,14 @@ class RankSide(Side):
             self._step = plan.number
             self._awaited.update((load.request, load.blocks) for load in plan.loads)
             self._coming.update(load.request for load in plan.loads if load.layered)
+        # For a runner that has not called handle_preemptions.
+        self._begin(connector_metadata, late=self._writes_early)
         if self.worker is not None:
             self.worker.load(plan)
+
+    def _begin(self, metadata: Any, late: bool) -> None:
+        if self.worker is not None and isinstance(metadata, StepMetadata):
+            self.worker.begin(metadata.plan, late, metadata.idle)
 
     def announce(self, to: Callable[[str], None], layer_name: str) -> None:
         to(layer_name)

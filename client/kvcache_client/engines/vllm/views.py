@@ -20,8 +20,18 @@ from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import WeakValueDictionary
 
+from kvcache_client.engines.vllm.kv_hints import read_kv_hints
 from kvcache_client.engines.vllm.multimodal import are_named
-from kvcache_client.scheduler.views import IDLE, ContentHashes, Hint, NewTable, RequestView, StepView, parse_hint
+from kvcache_client.scheduler.views import (
+    IDLE,
+    BadHint,
+    ContentHashes,
+    Hint,
+    NewTable,
+    RequestView,
+    StepView,
+    parse_hint,
+)
 from kvcache_proto.errors import BadArgument
 
 HINT = "kvcache"  # the key of our hints in a request's `kv_transfer_params`
@@ -74,10 +84,9 @@ _WITHOUT_ADAPTERS = Contents()
 
 
 def request_view(request: Any, contents: Contents = _WITHOUT_ADAPTERS) -> RequestView:
-    params = getattr(request, "kv_transfer_params", None)
     content, uncacheable = contents.of(request)
     lora = getattr(request, "lora_request", None)
-    hint, bad_hint = _hint(params) if params else (None, "")
+    hint, bad_hints = _hint(request)
     return RequestView(
         request.request_id,
         request.num_tokens,
@@ -88,21 +97,23 @@ def request_view(request: Any, contents: Contents = _WITHOUT_ADAPTERS) -> Reques
         uncacheable,
         bool(getattr(request, "skip_reading_prefix_cache", False)),
         hint,
-        bad_hint,
+        bad_hints,
         key=request,
         adapter=lora.lora_int_id if lora is not None and not uncacheable else None,
         set_aside=bool(getattr(request, "use_structured_output", False)),
     )
 
 
-def _hint(params: Any) -> tuple[Hint | None, str]:
-    """Return the hint in the request's parameters, which clients choose, and its error."""
+def _hint(request: Any) -> tuple[Hint | None, Sequence[BadHint]]:
+    """Return the hint of a request, and what is ignored. Our own, which clients choose, replaces vLLM's `kv_hints`."""
+    params = getattr(request, "kv_transfer_params", None)
     if not isinstance(params, dict) or HINT not in params:
-        return None, ""
+        envelope = getattr(request, "kv_hints", None)
+        return read_kv_hints(envelope) if envelope is not None else (None, ())
     try:
-        return parse_hint(params[HINT]), ""
+        return parse_hint(params[HINT]), ()
     except BadArgument as error:
-        return None, f"kv_transfer_params, {HINT}: {error}"
+        return None, [BadHint("hints_invalid", f"kv_transfer_params, {HINT}: {error}")]
 
 
 def step_view(output: Any) -> StepView:

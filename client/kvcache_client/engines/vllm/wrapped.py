@@ -1,8 +1,15 @@
-"""Methods of vLLM's worker that are wrapped, because no hook of a connector comes early enough.
+"""Methods of vLLM that are wrapped, because no hook of a connector comes early enough.
+
+| method | wrapped | hook that replaces it |
+| --- | --- | --- |
+| `Worker.sleep`, `Worker.discard` | if it does not call the hook, as before 0.33 | `unregister_kv_caches` |
+| `Worker.execute_model` | if steps write to blocks early | none: `handle_preemptions`, if V2 called it first |
+| `EngineCore.add_lora` | with LoRA: see `lora` | none |
 
 `sleep`, and from 0.32 on `discard`, unmap the device's memory. `reset_cache` runs in the scheduler's process, and ranks
 get its plans with the next step, after the sleep. Some versions synchronize the device before they unmap its memory and
-others do not, and none knows of copies that our own threads have yet to begin. So copies end first.
+others do not, and none knows of copies that our own threads have yet to begin. So copies end first. `restore_kv_caches`
+has nothing to do: the KV tensors keep their addresses, and only host memory is registered.
 
 `execute_model` begins a step. Model Runner V1 calls `handle_preemptions` before it touches device memory. Model Runner
 V2 first zeroes new blocks, copies hits within a block, and moves states, and only then calls any hook: blocks that are
@@ -18,7 +25,7 @@ import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from kvcache_client.engines.vllm.compat import SLEEPS
+from kvcache_client.engines.vllm.compat import SLEEPS, ends_copies
 
 logger = logging.getLogger("vllm.kvcache.worker")
 
@@ -28,11 +35,12 @@ _drains: list[weakref.WeakMethod[Callable[[], None]]] = []
 def before_sleep(worker_class: str | type, drain: Callable[[], None]) -> None:
     """Call `drain`, a bound method, before a worker of that class unmaps memory, as long as the method's object lives.
 
-    `worker_class` is a class or the qualified name of one.
+    `worker_class` is a class or the qualified name of one. Methods that call the connector themselves stay as they are.
     """
     _drains[:] = [each for each in _drains if each() is not None]
     _drains.append(weakref.WeakMethod(drain))
-    before_call(worker_class, SLEEPS, _drain, "vLLM's sleep does not wait for copies of the KV cache server")
+    lost = "vLLM's sleep does not wait for copies of the KV cache server"
+    before_call(worker_class, SLEEPS, _drain, lost, unless=ends_copies)
 
 
 def before_step(worker_class: str | type) -> None:
@@ -43,8 +51,15 @@ def before_step(worker_class: str | type) -> None:
     before_call(worker_class, ("execute_model",), _tell, "the KV cache server is not told of steps before they begin")
 
 
-def before_call(owner: str | type, names: Iterable[str], first: Callable[..., None], otherwise: str) -> bool:
-    """Have `first` called with the same arguments before each of these methods of a class, those that it has.
+def before_call(
+    owner: str | type,
+    names: Iterable[str],
+    first: Callable[..., None],
+    otherwise: str,
+    unless: Callable[[Any], bool] = lambda method: False,
+) -> bool:
+    """Have `first` called with the same arguments before each of these methods of a class, those that it has and for
+    which `unless` returns False.
 
     Never raises. Return False, and log `otherwise`, if there is no such class or method.
     """
@@ -56,7 +71,7 @@ def before_call(owner: str | type, names: Iterable[str], first: Callable[..., No
         if not methods:
             raise AttributeError(f"{owner} has none of {', '.join(names)}")
         for name, method in methods.items():
-            if not hasattr(method, "_kvcache_first"):
+            if not hasattr(method, "_kvcache_first") and not unless(method):
                 setattr(owner, name, _preceded(first, method))
     except Exception as error:  # noqa: BLE001  # an unknown version is served anyway
         logger.warning("%s: %s", otherwise, error)
