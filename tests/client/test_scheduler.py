@@ -32,12 +32,12 @@ def test_what_one_engine_computed_another_one_loads(rigs: Any, daemon: Any) -> N
     idle(daemon, 5)
 
 
-def test_the_last_token_is_always_computed(rigs: Any, daemon: Any) -> None:
+def test_a_whole_prompt_is_loaded_but_not_its_last_block_alone(rigs: Any, daemon: Any) -> None:
     rig = rigs("one")
     request = Request("r", 4 * BLOCK)
     rig.run(request, [0, 1, 2, 3])
     idle(daemon, 4)
-    assert rig.scheduler.matched_tokens(Request("s", 4 * BLOCK, request.block_hashes), 0) == (3 * BLOCK, True)
+    assert rig.scheduler.matched_tokens(Request("s", 4 * BLOCK, request.block_hashes), 0) == (4 * BLOCK, True)
     assert rig.scheduler.matched_tokens(Request("t", 4 * BLOCK, request.block_hashes), 3 * BLOCK) == (0, False)
     assert rig.scheduler.matched_tokens(Request("u", 4 * BLOCK, request.block_hashes), 7) == (0, False)
 

@@ -77,10 +77,10 @@ def test_the_longest_prefix_is_offered_loaded_and_its_lease_given_back(cache: Ca
     assert not cache.leases
 
 
-def test_one_token_is_left_to_compute(cache: Cache) -> None:
+def test_a_whole_prompt_is_loaded(cache: Cache) -> None:
     engine, run = Engine(cache), chain("a", 4)
     cache.store(run)
-    assert engine.ask(engine.request("r", run, extra=0)) == hit(3)
+    assert engine.ask(engine.request("r", run, extra=0)) == hit(4)
     assert engine.ask(engine.request("s", run, extra=1)) == hit(4)
 
 

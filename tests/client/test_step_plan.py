@@ -27,10 +27,13 @@ def packed(count: int) -> bytes:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "limit"), [(0, 0), (1, 0), (15, 0), (16, 0), (17, 1), (32, 1), (33, 2), (1024, 63), (1025, 64)]
+    ("tokens", "limit", "left"),
+    [(0, 0, 0), (1, 0, 0), (15, 0, 0), (16, 1, 0), (17, 1, 1), (32, 2, 1), (33, 2, 2), (1024, 64, 63), (1025, 64, 64)],
 )
-def test_one_token_is_left_to_compute(tokens: int, limit: int) -> None:
+def test_whole_prompts_are_loaded_unless_a_token_must_be_left(tokens: int, limit: int, left: int) -> None:
     assert FullAttention(16, 1).loadable(request(tokens, 100)) == limit
+    assert FullAttention(16, 1, volatile=1).loadable(request(tokens, 100)) == left
+    assert FullAttention(16, 1).farthest(request(tokens, 100)) == left, "the device has all but one block"
 
 
 def test_what_has_no_hash_cannot_be_loaded() -> None:

@@ -223,7 +223,7 @@ def test_a_daemon_that_answers_too_late(rigs: Any, daemon: Any) -> None:
     rig.step()
     rig.session.ping()
     told = why(daemon, "late")
-    assert (noted(told), causes(told)) == (["deadline"], [(0, 0, "began_empty")])
+    assert (noted(told), causes(told)) == (["deadline"], [(0, 1, "began_empty")])
 
 
 def test_blocks_that_come_after_a_wait(rigs: Any, daemon: Any) -> None:
@@ -243,7 +243,7 @@ def test_blocks_that_come_after_a_wait(rigs: Any, daemon: Any) -> None:
         salted = Request("salted", 3 * BLOCK, cache_salt="pepper")
         rig.scheduler.matched_tokens(salted, 0)
         rig.session.ping()
-        assert causes(why(daemon, "salted")) == [(0, 1, "salted")]
+        assert causes(why(daemon, "salted")) == [(0, 2, "salted")]
 
 
 def test_a_request_that_is_asked_for_again_and_again_is_remembered_now_and_then(rigs: Any, daemon: Any) -> None:

@@ -51,6 +51,9 @@ class FullAttention:
         self.slot_tokens = block_tokens * blocks_per_slot  # tokens of a cached block
         self.align = block_tokens  # tokens after which a hit in the engine's own cache may end
         self.prompt_only, self.volatile = prompt_only, volatile
+        # Tokens that are left to compute. vLLM computes the last token again if the whole prompt was loaded. It has no
+        # state before that token, nor a drafter's KV.
+        self._left = int(volatile > 0)
 
     def keys(self, hashes: Sequence[bytes]) -> Sequence[bytes]:
         """Return the hashes of the cached blocks: the chained hash of the last engine block covers those before it."""
@@ -62,12 +65,12 @@ class FullAttention:
 
     def loadable(self, request: RequestView) -> int:
         """Return how many cached blocks the request may load."""
-        before_last = max(request.tokens - 1, 0) // self.slot_tokens  # at least one token is left to compute
-        return min(before_last, len(request.hashes) // self.blocks_per_slot, MAX_HASHES - self.volatile)
+        tokens = max(request.tokens - self._left, 0)
+        return min(tokens // self.slot_tokens, len(request.hashes) // self.blocks_per_slot, MAX_HASHES - self.volatile)
 
     def farthest(self, request: RequestView) -> int:
-        """Return how many of the engine's blocks the request may load."""
-        return self.loadable(request) * self.blocks_per_slot
+        """Return how many blocks of its own the engine must have for the rest to be computed rather than loaded."""
+        return min(max(request.tokens - 1, 0) // self.slot_tokens, self.loadable(request)) * self.blocks_per_slot
 
     def tails(self, request: RequestView) -> tuple[Sequence[bytes], int]:
         """Return the names of the tails after each number of the engine's blocks that the request may load, from 0 on,
@@ -166,6 +169,7 @@ class HybridGroups(FullAttention):
             checkpoint_tokens = CHECKPOINT_TOKENS if self.has_full else CHECKPOINT_TOKENS_ALONE
         self._checkpoint = checkpoint_tokens // slot_tokens
         self.suffixes = tuple(range(int(self.has_full), len(groups)))
+        self._left = 1
         self._has_tails = tails
 
     def farthest(self, request: RequestView) -> int:

@@ -253,7 +253,9 @@ class Scheduler:
         if self._group.suffixes or lookup.sums or len(self._loads) or self._loads.are_coming:
             return False
         begin = state.start * self._group.block_tokens
-        if not self.overlap.wins(begin, begin + external, state.request.tokens):
+        end, tokens = begin + external, state.request.tokens
+        # The last token of a prompt that is loaded as a whole would be computed in a block that is being filled.
+        if end == tokens or not self.overlap.wins(begin, end, tokens):
             return False
         return not any(other.tables[0] for other in self._requests if other is not state)
 

@@ -15,15 +15,20 @@ import pytest
 BLOCK = 32
 
 
-def full_blocks(tokens: int) -> int:
-    """Tokens of a prompt that a hit may have: one at least is computed."""
+def device_hit(tokens: int) -> int:
+    """Tokens of a prompt that a hit on the device may have: one at least is computed."""
     return (tokens - 1) // BLOCK * BLOCK
+
+
+def host_hit(tokens: int) -> int:
+    """The same for the host: it may be the whole prompt, but a single block that ends it is computed."""
+    return tokens // BLOCK * BLOCK if device_hit(tokens) else 0
 
 
 def test_what_one_engine_has_computed_a_second_one_loads(engines: Any, sim: Any, prompt: Any, idle: Any) -> None:
     one, two = engines("one"), engines("two")
     for length in (1, BLOCK, BLOCK + 1, 5 * BLOCK + 7, 8 * BLOCK):
-        tokens, name, hit = prompt(length), str(length), full_blocks(length)
+        tokens, name, hit = prompt(length), str(length), host_hit(length)
         for engine, parts in ((one, (length, 0, 0)), (two, (length - hit, 0, hit))):
             assert engine.generate(tokens, 3, name) == sim.expected(tokens, 3)
             assert engine.prefills[name] == parts
@@ -60,7 +65,7 @@ def test_a_prefix_is_a_partial_hit(engines: Any, sim: Any, prompt: Any, idle: An
     assert one.generate(other) == sim.expected(other, 1)
     assert one.prefills["r1"] == (2 * BLOCK, 3 * BLOCK, 0)
     assert one.generate(longer) == sim.expected(longer, 1)
-    assert one.prefills["r2"] == (BLOCK, 3 * BLOCK, 3 * BLOCK)
+    assert one.prefills["r2"] == (0, 3 * BLOCK, 4 * BLOCK)
 
 
 def test_prompts_that_part_within_a_cached_block(engines: Any, sim: Any, prompt: Any, idle: Any) -> None:
@@ -126,7 +131,7 @@ def test_a_load_begins_before_the_step_is_computed(engines: Any, sim: Any, promp
         two.add("loads", cached, 3)
         two.add("computes", fresh, 3)
         two.step()
-    assert loading == [8]
+    assert loading == [9]
     two.run()
     assert two.outputs == {"loads": sim.expected(cached, 3), "computes": sim.expected(fresh, 3)}
 
@@ -180,7 +185,7 @@ def test_what_a_step_brings_is_done_once(engines: Any, sim: Any, prompt: Any, id
         assert engine.generate(tokens, 2 * BLOCK) == sim.expected(tokens, 2 * BLOCK)
         idle()
     assert one.counters["saved_bytes"] == 6 * 3 * sim.PAGE
-    assert two.counters["loaded_bytes"] == 4 * 3 * sim.PAGE
+    assert two.counters["loaded_bytes"] == 5 * 3 * sim.PAGE
     assert two.received == ["r0"]
 
 
@@ -365,13 +370,13 @@ def test_what_vllm_counts(engines: Any, prompt: Any, idle: Any) -> None:
         lacking = 0
         for again, (at, tokens) in itertools.product(range(3), enumerate(prompts)):
             computed, local, external = engine.prefills[f"{again}.{at}"]
-            hit = full_blocks(len(tokens))
-            where = (0, 0) if engine is one and not again else (hit, 0) if again == 1 else (0, hit)
+            device, host = device_hit(len(tokens)), host_hit(len(tokens))
+            where = (0, 0) if engine is one and not again else (device, 0) if again == 1 else (0, host)
             assert (local, external) == where
             assert computed + local + external == len(tokens)
             lacking += len(tokens) - local
         stats = [each.connector_prefix_cache_stats for each in engine.stats]
         hits, queries = sum(each.hits for each in stats), sum(each.queries for each in stats)
-        loads = sum(full_blocks(len(tokens)) for tokens in prompts) * (2 if engine is two else 1)
+        loads = sum(host_hit(len(tokens)) for tokens in prompts) * (2 if engine is two else 1)
         assert (queries, hits) == (lacking, loads)
         assert engine.counters["needed_blocks"] * BLOCK == loads

@@ -35,7 +35,7 @@ def test_other_splits_share_nothing(engines: Any, sim: Any, prompt: Any, idle: A
             assert engine.generate(tokens, 2, name) == sim.expected(tokens, 2)
             idle()
             assert engine.reset()
-        assert engine.prefills == {"first": (len(tokens), 0, 0), "second": (BLOCK, 0, 4 * BLOCK)}
+        assert engine.prefills == {"first": (len(tokens), 0, 0), "second": (0, 0, len(tokens))}
         sizes.append(engine.workers[0]._namespace.spec.groups[0].shards)
     assert sizes == [(3 * sim.PAGE,), (2 * sim.PAGE, sim.PAGE), (sim.PAGE, 2 * sim.PAGE), (sim.PAGE,) * 3]
 
