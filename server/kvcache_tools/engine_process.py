@@ -52,8 +52,8 @@ class EngineProcess:
         command: Sequence[str] = (sys.executable, "-m", "kvcache_tools.demo_engine"),
     ) -> None:
         self.name = name
-        self._log = folder / f"engine-{name}.log"
-        with self._log.open("wb") as log:
+        self.log = folder / f"engine-{name}.log"
+        with self.log.open("wb") as log:
             self._process = subprocess.Popen(
                 command,
                 stdin=subprocess.PIPE,
@@ -74,7 +74,7 @@ class EngineProcess:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
-            raise Failed(f"engine {self.name} exited with status {self._process.wait()}:\n{tail(self._log)}")
+            raise Failed(f"engine {self.name} exited with status {self._process.wait()}:\n{tail(self.log)}")
         return json.loads(line)
 
     def call(self, call: str, **arguments: Any) -> Any:
@@ -82,7 +82,8 @@ class EngineProcess:
         return self.answer()
 
     def close(self) -> None:
-        assert self._process.stdin is not None
+        assert self._process.stdin is not None and self._process.stdout is not None
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()
         finish(self._process, 20)
+        self._process.stdout.close()
