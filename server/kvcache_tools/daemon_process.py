@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import subprocess
 import sys
 import time
@@ -20,6 +21,13 @@ START_SECONDS = 60.0
 
 class Failed(click.ClickException):
     """A process failed that the command needs."""
+
+
+def region_dir(folder: Path, size: int) -> str:
+    """Return /dev/shm if a region of `size` fits there, else `folder`."""
+    shm = os.statvfs("/dev/shm") if os.path.isdir("/dev/shm") else None
+    fits = shm is not None and shm.f_bavail * shm.f_frsize > size
+    return "/dev/shm" if fits else str(folder)
 
 
 @contextlib.contextmanager

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import random
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,8 +21,9 @@ from kvcache_server.admin_client import AdminClient
 from kvcache_server.commands import describe
 from kvcache_server.storage.region_file import available_memory
 from kvcache_tools import demo_model
-from kvcache_tools.daemon_process import Failed, finish, running_daemon, tail
+from kvcache_tools.daemon_process import Failed, region_dir, running_daemon
 from kvcache_tools.demo_engine import Encoded, EngineFacts, Generated
+from kvcache_tools.engine_process import EngineProcess, engine_environment, transfer_config
 from kvcache_tools.plan.host import GIB
 from kvcache_tools.plan.workload import Needs, Workload, needs
 
@@ -45,57 +43,8 @@ BATCHED_TOKENS = 2048
 PROMPTS, PROMPT_TOKENS, ANSWER_TOKENS = 2, 6000, 6  # of random numbers
 WARM_UP_TOKENS = 256
 SENTENCE_TOKENS = 48  # at most, per answer in text
-CONNECTOR = "kvcache_client.connector"  # only a name: the engine imports it, the daemon never does
 VISIBLE_WITHIN = 30.0
 LIBRARY_BYTES = 3 * GIB // 2  # of an engine's rank, besides weights and cache
-QUIET = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "INFO", "TOKENIZERS_PARALLELISM": "false"}
-
-
-class EngineProcess:
-    """A `demo_engine` process, or one with the same interface; its log goes to a file."""
-
-    def __init__(
-        self,
-        name: str,
-        folder: Path,
-        environment: dict[str, str],
-        command: Sequence[str] = (sys.executable, "-m", "kvcache_tools.demo_engine"),
-    ) -> None:
-        self.name = name
-        self._log = folder / f"engine-{name}.log"
-        with self._log.open("wb") as log:
-            self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                env=os.environ | QUIET | environment,
-                text=True,
-                bufsize=1,
-            )
-
-    def ask(self, call: str, **arguments: Any) -> None:
-        assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # answer() reports the reason
-            self._process.stdin.write(json.dumps({"call": call, **arguments}) + "\n")
-
-    def answer(self) -> Any:
-        """Wait for the answer to the last `ask`. Raises Failed, with the end of the log, if the engine has exited."""
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise Failed(f"engine {self.name} exited with status {self._process.wait()}:\n{tail(self._log)}")
-        return json.loads(line)
-
-    def call(self, call: str, **arguments: Any) -> Any:
-        self.ask(call, **arguments)
-        return self.answer()
-
-    def close(self) -> None:
-        assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.close()
-        finish(self._process, 20)
 
 
 class Pass(NamedTuple):
@@ -139,13 +88,6 @@ class Answer(NamedTuple):
     loaded: int  # tokens
     loadable: int
     equal: bool
-
-
-def region_dir(folder: Path, size: int) -> str:
-    """Return /dev/shm if a region of `size` fits there, else `folder`."""
-    shm = os.statvfs("/dev/shm") if os.path.isdir("/dev/shm") else None
-    fits = shm is not None and shm.f_bavail * shm.f_frsize > size
-    return "/dev/shm" if fits else str(folder)
 
 
 def sized(config: Mapping[str, Any], name: str, work: Workload, size: str | None) -> Needs:
@@ -227,17 +169,9 @@ class Demo:
 
     def _start_processes(self, offline: bool) -> list[EngineProcess]:
         """Start two processes, in which engines are started later."""
-        environment = {
-            "PYTHONHASHSEED": "0",  # older engines derive their block hashes from it
-            "VLLM_RPC_BASE_PATH": str(self._folder),  # for vLLM's sockets
-            "TORCHINDUCTOR_CACHE_DIR": str(self._folder / "inductor"),  # and torch's cache
-        }
+        environment = engine_environment(self._folder, self._ranks)
         if offline:
             environment |= {"HF_HUB_OFFLINE": "1"}
-        if self._ranks > 1:
-            cores = sorted(os.sched_getaffinity(0))
-            bound = "|".join(str(cores[rank % len(cores)]) for rank in range(self._ranks))
-            environment |= {"VLLM_CPU_OMP_THREADS_BIND": bound}
         for name in "AB":
             self._engines.append(EngineProcess(name, self._folder, environment))
             self._stack.callback(self._engines[-1].close)
@@ -288,12 +222,7 @@ class Demo:
                 tensor_parallel_size=self._ranks,
                 seed=0,
                 disable_log_stats=False,  # the stats have the time of the first token
-                kv_transfer_config={
-                    "kv_connector": "KVCacheServerConnector",
-                    "kv_connector_module_path": CONNECTOR,
-                    "kv_role": "kv_both",
-                    "kv_connector_extra_config": {"endpoint": endpoint},
-                },
+                kv_transfer_config=transfer_config(endpoint),
             )
         for engine in self._engines:
             facts = EngineFacts(*engine.answer())

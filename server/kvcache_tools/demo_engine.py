@@ -21,18 +21,25 @@ class Encoded(NamedTuple):
 
 
 class EngineFacts(NamedTuple):
-    """Sizes in tokens."""
+    """Sizes in tokens; 0: there is no window."""
 
     vocabulary: int
     block_tokens: int
+    batched_tokens: int
+    window: int
+    dtype: str
+    vllm: str
 
 
 class Generated(NamedTuple):
-    """Per prompt: the answer, the seconds until its last token, and until its first one. 0: not measured."""
+    """Per prompt: the answer, the seconds until its last token, and until its first one (0: not measured), the tokens
+    that were cached, and the log-probability of each token of the answer, if requested."""
 
     answers: list[list[int]]
     seconds: list[float]
     first: list[float]
+    cached: list[int]
+    logprobs: list[list[float]]
 
 
 def make_model(directory: str, config: Mapping[str, Any]) -> int:
@@ -55,6 +62,19 @@ def make_model(directory: str, config: Mapping[str, Any]) -> int:
     words.pre_tokenizer = WhitespaceSplit()
     PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>").save_pretrained(directory)
     return int(model.num_parameters())
+
+
+def randomize(model: str, directory: str) -> None:
+    """Write a model with the config of `model` and random but reproducible weights to `directory`, without a
+    tokenizer."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    config = AutoConfig.from_pretrained(model)
+    config.get_text_config().initializer_range = 0.1  # wide, as above
+    made = AutoModelForCausalLM.from_config(config)
+    made.to(getattr(config, "dtype", None) or torch.float32).save_pretrained(directory)
 
 
 def convert(gguf: str, directory: str) -> None:
@@ -106,14 +126,28 @@ class Engine:
         self._llm: Any = None
 
     def start(self, **arguments: Any) -> EngineFacts:
-        from vllm import LLM
+        import vllm
 
-        self._llm = LLM(**arguments)
+        self._llm = vllm.LLM(**arguments)
         config = self._llm.llm_engine.vllm_config
-        return EngineFacts(config.model_config.get_vocab_size(), config.cache_config.block_size)
+        text = config.model_config.hf_text_config
+        windows = (getattr(text, name, None) for name in ("sliding_window", "attention_chunk_size"))
+        return EngineFacts(
+            config.model_config.get_vocab_size(),
+            config.cache_config.block_size,
+            config.scheduler_config.max_num_batched_tokens,
+            next((each for each in windows if isinstance(each, int)), 0),
+            str(config.model_config.dtype).removeprefix("torch."),
+            vllm.__version__,
+        )
 
     def generate(
-        self, prompts: list[list[int]], tokens: int, stop: list[int] | None = None, salt: str = ""
+        self,
+        prompts: list[list[int]],
+        tokens: int,
+        stop: list[int] | None = None,
+        salt: str = "",
+        logprobs: bool = False,
     ) -> Generated:
         """Answer the prompts one by one, greedily.
 
@@ -123,17 +157,26 @@ class Engine:
         from vllm import SamplingParams
 
         greedy = SamplingParams(
-            temperature=0.0, max_tokens=tokens, ignore_eos=True, stop_token_ids=stop, detokenize=False
+            temperature=0.0,
+            max_tokens=tokens,
+            ignore_eos=True,
+            stop_token_ids=stop,
+            detokenize=False,
+            logprobs=1 if logprobs else None,
         )
-        answers, seconds, first = [], [], []
+        found = Generated([], [], [], [], [])
         for prompt in prompts:
             salted = {"prompt_token_ids": prompt} | ({"cache_salt": salt} if salt else {})
             begin = time.perf_counter()
             (output,) = self._llm.generate(salted, greedy, use_tqdm=False)
-            seconds.append(time.perf_counter() - begin)
-            first.append(getattr(output.metrics, "first_token_latency", None) or 0.0)
-            answers.append(list(output.outputs[0].token_ids))
-        return Generated(answers, seconds, first)
+            found.seconds.append(time.perf_counter() - begin)
+            found.first.append(getattr(output.metrics, "first_token_latency", None) or 0.0)
+            answer = output.outputs[0]
+            found.answers.append(list(answer.token_ids))
+            found.cached.append(output.num_cached_tokens or 0)
+            rows = zip(answer.token_ids, answer.logprobs or (), strict=False)
+            found.logprobs.append([row[token].logprob for token, row in rows])
+        return found
 
     def forget(self) -> bool:
         """Empty the engine's own prefix cache; return whether it is empty now."""
@@ -150,7 +193,7 @@ def main() -> None:
     replies = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     engine = Engine()
-    calls = (make_model, convert, config_of, encode, decode, engine.start, engine.generate, engine.forget)
+    calls = (make_model, randomize, convert, config_of, encode, decode, engine.start, engine.generate, engine.forget)
     by_name: dict[str, Callable[..., object]] = {each.__name__: each for each in calls}
     try:
         for line in sys.stdin:

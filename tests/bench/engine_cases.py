@@ -19,7 +19,7 @@ from typing import IO, Any, NamedTuple
 import msgspec
 
 from kvcache_tools.daemon_process import Failed, finish, tail
-from kvcache_tools.demo import EngineProcess
+from kvcache_tools.engine_process import EngineProcess
 
 GIB = 1 << 30
 DISK = ""  # folder of the case `disk`, if it is not beside the engine's

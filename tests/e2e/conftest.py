@@ -24,6 +24,8 @@ import psutil
 import pytest
 from openai_server import OpenAIServer, shared_memory
 
+from kvcache_tools import demo_model, engine_process
+
 # It is not imported: that takes seconds, in each process that collects tests. A folder of tests is called vllm, too.
 if getattr(find_spec("vllm"), "origin", None) is None:
     pytest.skip("end to end: needs vLLM (`pip install -e .[cpu,test]`)", allow_module_level=True)
@@ -280,6 +282,24 @@ def image_model(write_model: Any) -> str:
     return str(write_model("tiny-idefics", MODEL, "make_image_model"))
 
 
+@pytest.fixture(scope="session")
+def smollm2(of_the_run: Path) -> str:
+    """The demo's language model, in bfloat16, with its tokenizer and chat template."""
+    gguf = demo_model.packaged()
+    if gguf is None:
+        pytest.skip(f"no model: {demo_model.INSTALL}")
+
+    def convert(folder: Path) -> None:
+        writer = engine_process.EngineProcess("writer", of_the_run, {})
+        try:
+            writer.call("convert", gguf=str(gguf), directory=str(folder))
+        finally:
+            writer.close()
+
+    with locked(of_the_run / "model.lock"):
+        return str(demo_model.converted(of_the_run, convert))
+
+
 @pytest.fixture(scope="module")
 def engines(mother: Mother, model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """`engines(name, endpoint=None, ...)` starts an engine, without our connector where there is no endpoint, and
@@ -316,7 +336,8 @@ def engines(mother: Mother, model: str, tmp_path_factory: pytest.TempPathFactory
 
 @pytest.fixture(scope="module")
 def openai_servers(model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """`openai_servers(name, endpoint, extra, *arguments)` starts a server of vLLM with the connector, ready.
+    """`openai_servers(name, endpoint, extra, *arguments)` starts a server of vLLM, ready; without our connector, if
+    there is no endpoint.
 
     `served` is the folder of another model, which has a tokenizer.
     """
@@ -335,10 +356,11 @@ def openai_servers(model: str, tmp_path_factory: pytest.TempPathFactory) -> Iter
             *(() if served else ("--skip-tokenizer-init",)),
             *("--enforce-eager", "--dtype", "float32", "--block-size", str(BLOCK)),
             *("--kv-cache-memory-bytes", str(512 * BLOCK_BYTES), "--seed", "0"),
-            *("--kv-transfer-config", json.dumps(connector)),
+            *(("--kv-transfer-config", json.dumps(connector)) if endpoint else ()),
         ]
-        started.append(OpenAIServer(logs / f"{name}.log", _ENVIRONMENT, served or model, *options, *arguments))
-        return started[-1].wait_ready()
+        server = OpenAIServer(logs / f"{name}.log", _ENVIRONMENT, served or model, *options, *arguments)
+        started.append(server)  # at once: several may be started at a time
+        return server.wait_ready()
 
     try:
         yield start

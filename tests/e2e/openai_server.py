@@ -121,11 +121,15 @@ class OpenAIServer:
 
     def chat(self, *parts: dict[str, Any], max_tokens: int = 8) -> tuple[list[int], int]:
         """Ask with one message of several parts; return the answer's tokens, and how many of the prompt were cached."""
-        body = {"model": "toy", "messages": [{"role": "user", "content": parts}], "max_tokens": max_tokens}
-        body |= {"temperature": 0.0, "ignore_eos": True, "return_token_ids": True}
+        choice, cached = self.converse([{"role": "user", "content": parts}], max_tokens, ignore_eos=True)
+        return list(choice["token_ids"]), cached
+
+    def converse(self, messages: list[dict[str, Any]], max_tokens: int, **fields: Any) -> tuple[dict[str, Any], int]:
+        """Return the greedy answer to the last message, and how many of the prompt's tokens were cached."""
+        body = {"model": "toy", "messages": messages, "max_tokens": max_tokens, "temperature": 0.0, **fields}
         request = urllib.request.Request(
             f"http://127.0.0.1:{self.port}/v1/chat/completions",
-            json.dumps(body).encode(),
+            json.dumps(body | {"return_token_ids": True}).encode(),
             {"Content-Type": "application/json"},
         )
         try:
@@ -134,7 +138,7 @@ class OpenAIServer:
         except urllib.error.HTTPError as error:
             raise Refused(error.read()) from None
         cached = (answer["usage"].get("prompt_tokens_details") or {}).get("cached_tokens") or 0
-        return list(answer["choices"][0]["token_ids"]), cached
+        return answer["choices"][0], cached
 
     def hang_up_in_mid_stream(self, prompt: list[int], max_tokens: int, chunks: int) -> None:
         """Read `chunks` pieces of an answer that has more, then close the connection."""
