@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from kvcache_client.engines.vllm.groups import writes_early
 from kvcache_client.engines.vllm.identity import (
     RuntimeFacts,
     Share,
@@ -318,6 +319,60 @@ def test_stripes_of_mla_are_written_once_each_and_read_by_all(ranks: int) -> Non
     assert spec_of(config, kv_cache_config(MLAAttentionSpec())) == spec_of(alone, kv_cache_config(MLAAttentionSpec()))
 
 
+def spread(ranks: int, contexts: int, prefill: int = 1, heads: int = 0, interleave: int = 1) -> Any:
+    """Return the configuration of an engine with context parallelism: with MLA if the model has no number of heads."""
+    config = vllm_config()
+    config.model_config.use_mla, config.model_config.get_total_num_kv_heads = not heads, lambda: heads
+    config.parallel_config = SimpleNamespace(
+        tensor_parallel_size=ranks,
+        pipeline_parallel_size=1,
+        decode_context_parallel_size=contexts,
+        prefill_context_parallel_size=prefill,
+        cp_kv_cache_interleave_size=interleave,
+    )
+    return config
+
+
+@pytest.mark.parametrize(
+    ("config", "read", "replicas"),
+    [
+        (spread(4, 2, heads=2), [0, 1, 2, 3], 1),
+        (spread(8, 2, heads=2), [0, 1, 0, 1, 2, 3, 2, 3], 2),
+        (spread(8, 4, heads=1), [0, 1, 2, 3, 0, 1, 2, 3], 2),
+        (spread(4, 4), [0, 1, 2, 3], 1),
+        (spread(4, 2), [0, 1, 0, 1], 2),
+        (spread(2, 2, prefill=2), [0, 0, 1, 1], 2),  # vLLM's groups: ranks 0 and 2, ranks 1 and 3
+        (spread(2, 4, prefill=2), [0, 2, 1, 3], 1),  # one group: ranks 0, 2, 1, 3
+    ],
+)
+def test_ranks_hold_slices_of_a_block(config: Any, read: list[int], replicas: int) -> None:
+    split = shards(config, kv_cache_config(kv_tp_replicas=1))
+    parts = max(1, 8 // len(set(read))) if config.model_config.use_mla else 1
+    assert (split.number, split.replicas, split.parts) == (len(set(read)) * parts, replicas, parts)
+    assert [split.of_rank(rank)[0].start for rank in range(len(read))] == [piece * parts for piece in read]
+    written = [split.of_rank(rank)[1] for rank in range(len(read))]
+    assert sorted(shard for each in written for shard in each) == list(range(split.number))
+    assert parts < replicas or len(set(map(len, written))) == 1, "all save as much"
+    assert unsupported_by_head(config, kv_cache_config(), "LBHNC") == (
+        "context parallelism spreads the tokens of a block over ranks"
+    )
+    (group,) = spec_of(config).groups
+    tokens = 16 * config.parallel_config.decode_context_parallel_size
+    assert (group.block_tokens, group.shards) == (tokens, (8192 // parts,) * split.number)
+    assert not writes_early(kv_cache_config(hash_block_size=tokens)), "hits do not end within a block"
+
+
+def test_slices_are_named() -> None:
+    ids = {spec_of(spread(4, contexts, interleave=interleave)).id for contexts in (1, 2, 4) for interleave in (1, 8)}
+    assert len(ids) == 5, "the interleave of one slice means nothing"
+    older = spread(4, 2)
+    older.parallel_config.dcp_kv_cache_interleave_size = 8
+    assert spec_of(older) == spec_of(spread(4, 2, interleave=8))
+    whole = MLAAttentionSpec(dcp_sharded=False)
+    assert spec_of(spread(4, 2), kv_cache_config(whole)) == spec_of(spread(4, 1), kv_cache_config(whole))
+    assert spec_of(spread(2, 1, prefill=2)) == spec_of(spread(1, 1)), "all ranks have all"
+
+
 def test_heads_that_cannot_be_shards_are_named() -> None:
     def spec(**facts: Any) -> Any:
         return FullAttentionSpec(**{"num_kv_heads": 4, "page_size_bytes": 4096, **facts})
@@ -403,9 +458,22 @@ def test_what_cannot_be_cached_is_named() -> None:
     assert unsupported_reason(vllm_config(), kv_cache_config(RSWASpec())).startswith("RSWASpec")
     mixed = SimpleNamespace(block_size=16, kv_cache_specs={"a": FullAttentionSpec(), "b": SlidingWindowSpec()})
     assert unsupported_reason(vllm_config(), kv_cache_config(mixed)).startswith("SlidingWindowSpec")
-    spread = copy.deepcopy(vllm_config())
-    spread.parallel_config.decode_context_parallel_size = 2
-    assert "decode_context_parallel_size 2" in unsupported_reason(spread, kv_cache_config())
+    assert unsupported_reason(spread(8, 2, heads=2), kv_cache_config(hash_block_size=32)) == ""
+    assert unsupported_reason(spread(6, 2, heads=2), kv_cache_config()) == (
+        "decode_context_parallel_size 2, by which the number of ranks with the same KV heads cannot be divided"
+    )
+    pages = {"page_size_bytes": 4096, "real_page_size_bytes": 4096}
+    windows = kv_cache_config(FullAttentionSpec(**pages), groups=2)
+    windowed = SlidingWindowSpec(sliding_window=64, **pages)
+    windows.kv_cache_groups[1] = SimpleNamespace(kv_cache_spec=windowed, layer_names=["b"])
+    assert unsupported_reason(spread(8, 2, heads=2), windows) == (
+        "decode_context_parallel_size 2 with 2 KV cache groups (FullAttentionSpec, SlidingWindowSpec): only with one "
+        "of full attention"
+    )
+    beside = spread(8, 2, heads=2)
+    beside.parallel_config._allow_auto_resolve_cp_interleave_size = True
+    beside.kv_transfer_config = SimpleNamespace(has_connector=lambda name: name == "NixlConnector")
+    assert "beside a NixlConnector" in unsupported_reason(beside, kv_cache_config())
     alone = copy.deepcopy(vllm_config())
     alone.model_config.use_mla, alone.cache_config.enable_prefix_caching = True, False
     alone.scheduler_config = SimpleNamespace(enable_chunked_prefill=False)

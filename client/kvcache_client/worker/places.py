@@ -21,16 +21,21 @@ class Shards(NamedTuple):
     """How the ranks of an engine hold a block: `number` shards.
 
     Each rank holds `parts` consecutive shards, and `replicas` consecutive ranks hold the same ones. A part is a KV
-    head, or else a stripe of the rank's bytes.
+    head, or else a stripe of the rank's bytes. `order` are the ranks of a pipeline stage in the order of what they
+    hold, unless it is their own.
     """
 
     number: int
     replicas: int
     parts: int = 1
     by_head: bool = False
+    order: tuple[int, ...] = ()
 
     def of_rank(self, rank: int) -> tuple[range, tuple[int, ...]]:
         """Return the shards that `rank` reads, and those of them that it writes: its replicas share the work."""
+        if self.order:
+            stage, at = divmod(rank, len(self.order))
+            rank = stage * len(self.order) + self.order.index(at)
         first = rank // self.replicas * self.parts
         writes = range(rank % self.replicas, self.parts, self.replicas)
         return range(first, first + self.parts), tuple(first + part for part in writes)

@@ -59,6 +59,7 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output.backend_types import StructuredOutputBackend, StructuredOutputGrammar
+from vllm.v1.worker import cp_utils
 from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector
 from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 
@@ -78,6 +79,8 @@ BY_HEAD = hasattr(KVCacheTensor, "block_stride") or hasattr(KVCacheTensor, "laye
 # From 0.27 on, blocks are also zeroed where KV has several precisions.
 HAS_PRECISIONS = hasattr(KVCacheConfig, "has_mixed_precision_kv_cache")
 HAS_GROUPS = hasattr(KVCacheTensor, "__dataclass_fields__") and "layers" in KVCacheTensor.__dataclass_fields__
+# Before 0.27, prefill context parallelism spreads KV over its ranks, too.
+SPREADS_PREFILL = hasattr(cp_utils, "get_total_cp_world_size")
 
 # Specifications of the layers.
 
@@ -399,6 +402,15 @@ class Runner:
         self.pools = config.model_config.runner_type == "pooling"
         drafter = config.speculative_config
         self.drafts = drafter.num_speculative_tokens if drafter is not None else 0
+        parallel = config.parallel_config
+        self.contexts, self.interleave = parallel.decode_context_parallel_size, parallel.cp_kv_cache_interleave_size
+        ranks, divided = parallel.tensor_parallel_size, parallel.prefill_context_parallel_size
+        tensor, prefill = rank % ranks, rank // ranks % divided
+        # As vLLM's `initialize_model_parallel` and block tables have it.
+        self.context = (tensor * divided + prefill) % self.contexts
+        if SPREADS_PREFILL:
+            self.context = prefill * self.contexts + tensor % self.contexts
+            self.contexts *= divided
         self.weights = 0  # KV of other weights is other KV
         self.zeroed = 0  # blocks, as often as they were
         self.adapters: dict[int, int] = {}  # what their files had when they were loaded; the latest used is the last
@@ -435,14 +447,16 @@ class Runner:
             kv_transfer_state._KV_CONNECTOR_AGENT,
             parallel_state._TP,
             parallel_state._PP,
+            parallel_state._PCP,
             running_engine._connectors,
         )
         kv_transfer_state._KV_CONNECTOR_AGENT, running_engine._connectors = self.connector, self._connectors
         parallel = self.config.parallel_config
-        ranks = parallel.tensor_parallel_size
+        ranks, prefill = parallel.tensor_parallel_size, parallel.prefill_context_parallel_size
         parallel_state._TP = SimpleNamespace(rank_in_group=self.rank % ranks, world_size=ranks)
+        parallel_state._PCP = SimpleNamespace(rank_in_group=self.rank // ranks % prefill, world_size=prefill)
         stages = parallel.pipeline_parallel_size
-        parallel_state._PP = SimpleNamespace(rank_in_group=self.rank // ranks, world_size=stages)
+        parallel_state._PP = SimpleNamespace(rank_in_group=self.rank // ranks // prefill, world_size=stages)
         apart = parallel.distributed_executor_backend == "mp" and hasattr(layouts, "set_kv_cache_layout")
         apart = apart and not self.config.model_config.use_mla
         if apart:  # before 0.32, the CPU's attention backend sets it where the model is made: in a rank's own process
@@ -454,6 +468,7 @@ class Runner:
                 kv_transfer_state._KV_CONNECTOR_AGENT,
                 parallel_state._TP,
                 parallel_state._PP,
+                parallel_state._PCP,
                 running_engine._connectors,
             ) = before
             if apart:
@@ -508,7 +523,8 @@ class Runner:
 
     def _given(self, step: SchedulerOutput) -> set[int]:
         """Return the blocks that a step gives to requests."""
-        sizes = {layer.group: layer.cells.shape[2] for layer in self.layers.values() if not layer.is_state}
+        held = self.layers.values()
+        sizes = {layer.group: layer.cells.shape[2] * self.contexts for layer in held if not layer.is_state}
         cached = step.scheduled_cached_reqs
         tables = [(new.num_computed_tokens, new.block_ids) for new in step.scheduled_new_reqs]
         for name, computed, added in zip(cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True):
@@ -664,22 +680,30 @@ class Runner:
 
     def _check(self, name: str, layer: Layer, table: list[int], digests: np.ndarray, first: int, end: int) -> None:
         if first < end:
-            blocks, offsets = self._places(layer, table, first, end)
-            content = layer.content(digests[first:end], self.weights)
+            positions, blocks, offsets = self._places(layer, table, first, end)
+            content = layer.content(digests[positions], self.weights)
             wrong = (layer.cells[blocks, :, offsets] != content).any((1, 2))
             assert not wrong.any(), (
-                f"request {name}, layer {layer.number}: wrong KV at {np.flatnonzero(wrong)[:9] + first} of {end} tokens"
+                f"request {name}, layer {layer.number}: wrong KV at {positions[wrong][:9]} of {end} tokens"
                 f" in blocks {sorted({*blocks[wrong].tolist()})}"
             )
 
     def _write(self, layer: Layer, table: list[int], digests: np.ndarray, begin: int, end: int) -> None:
-        blocks, offsets = self._places(layer, table, begin, end)
-        layer.cells[blocks, :, offsets] = layer.content(digests[begin:end], self.weights)
+        positions, blocks, offsets = self._places(layer, table, begin, end)
+        layer.cells[blocks, :, offsets] = layer.content(digests[positions], self.weights)
 
-    def _places(self, layer: Layer, table: list[int], begin: int, end: int) -> tuple[np.ndarray, np.ndarray]:
-        block = layer.cells.shape[2]
-        positions = np.arange(begin, end)
-        return np.array(table)[positions // block], positions % block
+    def _places(
+        self, layer: Layer, table: list[int], begin: int, end: int
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return those tokens from `begin` to `end` that this rank has, their blocks, and where they are in these.
+
+        With decode context parallelism, ranks take turns, as in vLLM's `cp_local_slot`.
+        """
+        positions, turn = np.arange(begin, end), self.interleave * self.contexts
+        positions = positions[positions // self.interleave % self.contexts == self.context]
+        block = layer.cells.shape[2] * self.contexts
+        offsets = positions % block // turn * self.interleave + positions % self.interleave
+        return positions, np.array(table)[positions // block], offsets
 
     def _advance_state(
         self, name: str, layer: Layer, table: list[int], digests: np.ndarray, begin: int, end: int, drafts: int
@@ -799,16 +823,18 @@ class SimulatedExecutor(Executor):
         super().__init__(config)
 
     def _init_executor(self) -> None:
-        self._ranks = self.parallel_config.tensor_parallel_size  # of a stage
-        assert len(self._specs) == self.parallel_config.pipeline_parallel_size
+        parallel = self.parallel_config
+        self._ranks = parallel.tensor_parallel_size * parallel.prefill_context_parallel_size  # of a stage
+        assert len(self._specs) == parallel.pipeline_parallel_size
         ranks = range(self._ranks * len(self._specs))
         self.runners = [Runner(self.vllm_config, rank, self._v2, self._heads_of(rank)) for rank in ranks]
         self._sampled: deque[ModelRunnerOutput] = deque()  # of steps that are computed
 
     def _heads_of(self, rank: int) -> Sequence[int]:
         """Return which heads a rank has: fewer heads than ranks are those of several."""
-        held = -(-self._heads // self._ranks)
-        first = rank % self._ranks * self._heads // self._ranks
+        ranks = self.parallel_config.tensor_parallel_size
+        held = -(-self._heads // ranks)
+        first = rank % ranks * self._heads // ranks
         latent = all(isinstance(spec, MLAAttentionSpec) for specs in self._specs for spec in specs.values())
         return (0,) if latent else range(first, first + held)
 
@@ -1005,6 +1031,7 @@ class Engine:
         heads: int = 0,
         layout: str = "LBHNC",
         mtp: bool = False,
+        prefill: tuple[int, int] = (1, 1),
         **options: Any,
     ) -> None:
         """Make an engine with `blocks` device blocks, without our connector where there is no `endpoint`.
@@ -1020,6 +1047,8 @@ class Engine:
                 engines with any number of ranks, and else other KV in each rank.
             layout: of KV, from vLLM 0.32 on.
             mtp: whether the drafter, given as Eagle, is MTP: then vLLM knows that its layers are the last ones.
+            prefill: the ranks of prefill context parallelism, and then those of decode context parallelism. vLLM
+                refuses the former with the runner that it takes on CPUs.
             options: vLLM's engine arguments.
         """
         folder.mkdir(exist_ok=True)
@@ -1061,6 +1090,10 @@ class Engine:
         config = EngineArgs(**arguments, async_scheduling=asynchronous and not stages).create_engine_config()
         config.parallel_config.worker_cls = f"{__name__}.SimulatedWorker"
         config.scheduler_config.async_scheduling = asynchronous  # vLLM turns it off for CPUs
+        if prefill[0] > 1:
+            parallel = config.parallel_config
+            parallel.prefill_context_parallel_size, parallel.decode_context_parallel_size = prefill
+            parallel.world_size *= prefill[0]
         if mtp:  # vLLM makes it of the models that have one
             config.speculative_config.method = "mtp"
         if mla:  # the same

@@ -14,6 +14,12 @@ from kvcache_proto.types import REF_BYTES
 
 BLOCK = 32
 HIT = 10 * BLOCK
+CONTEXTS = {
+    "heads": 2,
+    "tensor_parallel_size": 4,
+    "decode_context_parallel_size": 2,
+    "extra": {"overlap": "auto", "block_size": 2 * BLOCK},
+}
 
 
 @pytest.fixture(autouse=True)
@@ -59,8 +65,8 @@ def loads_when_computing(engine: Any, rank: int = 0) -> list[int]:
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"async_scheduling": True}, {"tensor_parallel_size": 2}, {"stages": (2, 2)}, {"specs": "latent"}],
-    ids=["alone", "asynchronous scheduling", "ranks", "stages", "MLA"],
+    [{}, {"async_scheduling": True}, {"tensor_parallel_size": 2}, {"stages": (2, 2)}, {"specs": "latent"}, CONTEXTS],
+    ids=["alone", "asynchronous scheduling", "ranks", "stages", "MLA", "contexts"],
 )
 def test_a_request_is_computed_while_it_loads(loaded: Any, sim: Any, idle: Any, options: dict[str, Any]) -> None:
     if "specs" in options:

@@ -6,9 +6,9 @@ It imports nothing from vLLM before a function is called, and reads configuratio
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 MEDIUM = "CPU"  # MEDIUM_CPU, which 0.23 does not have
 SLEEPS = ("sleep", "discard")  # methods of a worker that unmap device memory; `discard` is new in 0.32
@@ -182,10 +182,44 @@ def hash_block_size(kv_cache_config: Any) -> int | None:
     return size
 
 
-def context_parallel(parallel_config: Any) -> Iterator[tuple[str, int]]:
-    """Yield the kinds of context parallelism, by the name of their setting, and the number of ranks of each."""
-    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
-        yield name, int(getattr(parallel_config, name, None) or 1)
+class Contexts(NamedTuple):
+    """How the tokens of a block are spread over ranks: in turn, `interleave` tokens to each of `number`."""
+
+    number: int
+    interleave: int
+
+
+def contexts(parallel_config: Any, specs: Iterable[Any]) -> Contexts:
+    """Return how decode context parallelism spreads the tokens of layers with these specifications.
+
+    From 0.32 on, vLLM applies the older name of the interleave in the ranks only.
+    """
+    number = int(getattr(parallel_config, "decode_context_parallel_size", None) or 1)
+    if number == 1 or not any(getattr(spec, "dcp_sharded", True) for spec in specs):
+        return Contexts(1, 1)
+    older = int(getattr(parallel_config, "dcp_kv_cache_interleave_size", 1))
+    return Contexts(number, older if older > 1 else int(parallel_config.cp_kv_cache_interleave_size))
+
+
+def prefill_ranks(parallel_config: Any) -> int:
+    """Return the number of ranks among which prefill context parallelism divides a prompt."""
+    return int(getattr(parallel_config, "prefill_context_parallel_size", None) or 1)
+
+
+def prefill_ranks_hold_all() -> bool:
+    """Return True if prefill context parallelism leaves each rank the KV of the whole prompt, as from 0.27 on.
+
+    Before, it was spread, and vLLM itself had no backend that could do it.
+    """
+    from vllm.v1.worker import cp_utils
+
+    return not hasattr(cp_utils, "get_total_cp_world_size")
+
+
+def changes_interleave(vllm_config: Any) -> bool:
+    """Return True if vLLM chooses the interleave in the ranks only, as from 0.32 on for a NixlConnector beside ours."""
+    chooses = getattr(vllm_config.parallel_config, "_allow_auto_resolve_cp_interleave_size", False)
+    return bool(chooses and vllm_config.kv_transfer_config.has_connector("NixlConnector"))
 
 
 def computes_scales(cache_config: Any) -> bool:

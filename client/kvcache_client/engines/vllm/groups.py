@@ -83,14 +83,14 @@ def unsupported_groups(vllm_config: Any, kv_cache_config: Any) -> str:
         return ""
     if not compat.places_layers(kv_cache_config):
         return (
-            f"{_names(groups)}: before vLLM 0.32, a load that fails ends an engine with other groups than one of full "
+            f"{names(groups)}: before vLLM 0.32, a load that fails ends an engine with other groups than one of full "
             "attention"
         )
     members = sorted(_members(kv_cache_config), key=lambda member: member.kind != _KINDS[0])
     if not members:
         return "no KV cache group takes part in vLLM's prefix caching"
     if compat.reads_next_token(vllm_config) and members[0].kind != _KINDS[0]:
-        return f"a drafter that reads the next token, beside {_names(groups)} without full attention"
+        return f"a drafter that reads the next token, beside {names(groups)} without full attention"
     hashed = hash_tokens(kv_cache_config)
     for member in members:
         if member.kind == _STATE and str(getattr(member.spec, "mamba_cache_mode", "none")) != "align":
@@ -130,8 +130,10 @@ def writes_early(kv_cache_config: Any) -> bool:
 
     Model Runner V2 does so if new blocks are zeroed, if hits may end within a block, or if there are states.
     """
-    zeroes = getattr(kv_cache_config, "needs_kv_cache_zeroing", False)
-    return zeroes or any(size != hash_tokens(kv_cache_config) for size in _block_sizes(kv_cache_config))
+    if getattr(kv_cache_config, "needs_kv_cache_zeroing", False):
+        return True
+    sizes = [] if is_plain(kv_cache_config) else _block_sizes(kv_cache_config)
+    return any(size != hash_tokens(kv_cache_config) for size in sizes)
 
 
 def merged_groups(kv_cache_config: Any, slot_tokens: int) -> list[Merged]:
@@ -233,6 +235,6 @@ def _block_sizes(kv_cache_config: Any) -> list[int]:
     return [int(first_spec(group).block_size) for group in some or groups]
 
 
-def _names(groups: Any) -> str:
-    names = ", ".join(dict.fromkeys(type(first_spec(group)).__name__ for group in groups))
-    return f"{len(groups)} KV cache groups ({names})" if len(groups) > 1 else names
+def names(groups: Any) -> str:
+    kinds = ", ".join(dict.fromkeys(type(first_spec(group)).__name__ for group in groups))
+    return f"{len(groups)} KV cache groups ({kinds})" if len(groups) > 1 else kinds

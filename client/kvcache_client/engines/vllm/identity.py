@@ -24,7 +24,9 @@ from kvcache_client.engines.vllm.groups import (
     group_spec,
     hash_tokens,
     is_plain,
+    layer_specs,
     merged_groups,
+    names,
     unsupported_groups,
 )
 from kvcache_client.engines.vllm.multimodal import processor_digest
@@ -58,18 +60,40 @@ class RuntimeFacts(NamedTuple):
 
 def unsupported_reason(vllm_config: Any, kv_cache_config: Any) -> str:
     """Return the reason that this engine's blocks cannot be cached, "" if they can."""
-    parallel = vllm_config.parallel_config
-    for name, ranks in compat.context_parallel(parallel):
-        if ranks > 1:
-            return f"{name} {ranks}: a block's tokens are spread over ranks"
     if _begins_from_nothing(vllm_config):
         return "vLLM computes a prompt of this model without what is cached of it (CPU_MLA)"
     if reason := unsupported_groups(vllm_config, kv_cache_config):
         return reason
-    hashed = compat.hash_block_size(kv_cache_config)
-    if is_plain(kv_cache_config) and hashed and hashed != engine_block_size(kv_cache_config):
-        return f"hashes of {hashed} tokens for blocks of {engine_block_size(kv_cache_config)}"
+    if reason := _unsupported_contexts(vllm_config, kv_cache_config):
+        return reason
+    hashed, tokens = compat.hash_block_size(kv_cache_config), engine_block_size(vllm_config, kv_cache_config)
+    if is_plain(kv_cache_config) and hashed and hashed != tokens:
+        return f"hashes of {hashed} tokens for blocks of {tokens}"
     return ""
+
+
+def _unsupported_contexts(vllm_config: Any, kv_cache_config: Any) -> str:
+    """Return the reason that blocks cannot be cached because context parallelism divides them, "" if they can."""
+    prefill = compat.prefill_ranks(vllm_config.parallel_config)
+    if prefill > 1 and not compat.prefill_ranks_hold_all():
+        return f"prefill_context_parallel_size {prefill} before vLLM 0.27, which spreads KV over these ranks"
+    contexts, _ = context_parallelism(vllm_config, kv_cache_config)
+    if contexts == 1:
+        return ""
+    setting = f"decode_context_parallel_size {contexts}"
+    if not is_plain(kv_cache_config):
+        return f"{setting} with {names(kv_cache_config.kv_cache_groups)}: only with one of full attention"
+    held = _held(vllm_config, kv_cache_config)
+    if len({held.count(each) for each in held}) > 1:
+        return f"{setting}, by which the number of ranks with the same KV heads cannot be divided"
+    if compat.changes_interleave(vllm_config):
+        return f"{setting} beside a NixlConnector, unless cp_kv_cache_interleave_size is set"
+    return ""
+
+
+def context_parallelism(vllm_config: Any, kv_cache_config: Any) -> compat.Contexts:
+    specs = (spec for group in kv_cache_config.kv_cache_groups for spec in layer_specs(group.kv_cache_spec))
+    return compat.contexts(vllm_config.parallel_config, specs)
 
 
 def _begins_from_nothing(vllm_config: Any) -> bool:
@@ -83,10 +107,14 @@ def _begins_from_nothing(vllm_config: Any) -> bool:
     return not (vllm_config.cache_config.enable_prefix_caching or vllm_config.scheduler_config.enable_chunked_prefill)
 
 
-def engine_block_size(kv_cache_config: Any) -> int:
-    """Return the tokens per block of the engine; for several groups, those after which blocks of all groups end."""
+def engine_block_size(vllm_config: Any, kv_cache_config: Any) -> int:
+    """Return the tokens per block of the engine, of all ranks that they are spread over.
+
+    For several groups, those after which blocks of all groups end.
+    """
     if is_plain(kv_cache_config):
-        return int(kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size)
+        contexts, _ = context_parallelism(vllm_config, kv_cache_config)
+        return int(kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size) * contexts
     return boundary_tokens(kv_cache_config)
 
 
@@ -94,7 +122,7 @@ def groups_of(kv_cache_config: Any, blocks_per_slot: int) -> list[Merged]:
     """Return the groups of the namespace, [] for an engine with one group of full attention."""
     if is_plain(kv_cache_config):
         return []
-    return merged_groups(kv_cache_config, engine_block_size(kv_cache_config) * blocks_per_slot)
+    return merged_groups(kv_cache_config, boundary_tokens(kv_cache_config) * blocks_per_slot)
 
 
 def layer_spec(kv_cache_config: Any) -> Any:
@@ -121,6 +149,8 @@ def unsupported_by_head(vllm_config: Any, kv_cache_config: Any, layout: str) -> 
     spec, parallel = layer_spec(kv_cache_config), vllm_config.parallel_config
     if not is_plain(kv_cache_config):
         return "the model has other KV cache groups than one of full attention"
+    if context_parallelism(vllm_config, kv_cache_config).number > 1:
+        return "context parallelism spreads the tokens of a block over ranks"
     if layout not in HEAD_MAJOR:
         return f"the KV layout is {layout or 'not known'}, in which the heads of a token are together"
     heads = int(spec.num_kv_heads)
@@ -141,21 +171,33 @@ def shards(vllm_config: Any, kv_cache_config: Any, by_head: bool = False) -> Sha
 
     Raises ConfigError if the protocol allows fewer.
     """
-    parallel = vllm_config.parallel_config
-    replicas, stages = _replicas(vllm_config, kv_cache_config), int(parallel.pipeline_parallel_size)
+    held, stages = _held(vllm_config, kv_cache_config), int(vllm_config.parallel_config.pipeline_parallel_size)
+    order, replicas = sorted(range(len(held)), key=lambda rank: held[rank]), len(held) // len(set(held))
     parts = 1
     if by_head:
         parts = int(layer_spec(kv_cache_config).num_kv_heads)
-    elif getattr(vllm_config.model_config, "use_mla", False) and replicas == parallel.tensor_parallel_size:
-        parts = _stripes(kv_cache_config) if stages == 1 else 1
-    number = parallel.tensor_parallel_size // replicas * stages * parts
+    elif getattr(vllm_config.model_config, "use_mla", False) and len({heads for heads, _ in held}) == stages == 1:
+        parts = max(1, _stripes(kv_cache_config) // len(set(held)))
+    number = len(set(held)) * stages * parts
     if number > MAX_SHARDS:
         raise ConfigError(f"{number} shards: at most {MAX_SHARDS}")
-    return Shards(number, replicas, parts, by_head)
+    return Shards(number, replicas, parts, by_head, tuple(order) if order != sorted(order) else ())
+
+
+def _held(vllm_config: Any, kv_cache_config: Any) -> list[tuple[int, int]]:
+    """Return for each rank of a pipeline stage the numbers of its KV heads, and of its slice of a block's tokens.
+
+    vLLM's groups of ranks that share KV (`initialize_model_parallel`) first span the ranks of prefill context
+    parallelism, each of which has all tensor-parallel ranks, and then these.
+    """
+    parallel, heads = vllm_config.parallel_config, _replicas(vllm_config, kv_cache_config)
+    prefill, contexts = compat.prefill_ranks(parallel), context_parallelism(vllm_config, kv_cache_config).number
+    ranks = range(int(parallel.tensor_parallel_size))
+    return [(rank // heads, (rank * prefill + at) % contexts) for at in range(prefill) for rank in ranks]
 
 
 def _stripes(kv_cache_config: Any) -> int:
-    """Return the number of parts that MLA's KV is cut into. All ranks hold it all, and each rank saves some parts.
+    """Return the number of parts that MLA's KV is cut into. Ranks that hold the same save some parts each.
 
     It does not depend on the number of ranks, so that engines with different numbers share blocks.
     """
@@ -167,8 +209,9 @@ def _stripes(kv_cache_config: Any) -> int:
 
 
 def _replicas(vllm_config: Any, kv_cache_config: Any) -> int:
-    """Return the number of consecutive ranks that hold the same KV."""
-    if (replicas := compat.kv_replicas(kv_cache_config)) is not None:
+    """Return the number of consecutive tensor-parallel ranks that hold the same KV heads."""
+    replicas = compat.kv_replicas(kv_cache_config)
+    if replicas is not None and context_parallelism(vllm_config, kv_cache_config).number == 1:
         return int(replicas)
     model, ranks = vllm_config.model_config, int(vllm_config.parallel_config.tensor_parallel_size)
     if getattr(model, "use_mla", False):
@@ -196,7 +239,8 @@ def namespace_spec(
     model, cache = vllm_config.model_config, vllm_config.cache_config
     split = shards(vllm_config, kv_cache_config, by_head)
     merged = groups_of(kv_cache_config, blocks_per_slot)
-    tokens = engine_block_size(kv_cache_config) * blocks_per_slot
+    block_tokens = engine_block_size(vllm_config, kv_cache_config)
+    tokens = block_tokens * blocks_per_slot
     identity = {
         "vllm": ".".join(runtime_facts.version.split(".")[:2]),
         "device": runtime_facts.device,
@@ -207,7 +251,7 @@ def namespace_spec(
         "kv_dtype": str(cache.cache_dtype),
         "layout": kv_layout(kv_cache_config, runtime_facts),
         "group": _describe_all(merged) or _describe(layer_spec(kv_cache_config), by_head),
-        "block": f"{engine_block_size(kv_cache_config)}x{blocks_per_slot}"
+        "block": f"{block_tokens}x{blocks_per_slot}"
         + (f" by {hash_tokens(kv_cache_config)}" if merged and ends_within_blocks(kv_cache_config) else ""),
         "shards": "heads" if by_head else str(split.number),
         "hash": str(cache.prefix_caching_hash_algo),
@@ -215,6 +259,9 @@ def namespace_spec(
         "seed": runtime_facts.seed or f"engine {engine_id}",
         "weights": weights,
     }
+    contexts = context_parallelism(vllm_config, kv_cache_config)
+    if contexts.number > 1:
+        identity["contexts"] = f"{contexts.number}, {contexts.interleave} tokens each"
     backend = getattr(getattr(vllm_config, "attention_config", None), "backend", None)
     if backend is not None:
         identity["attention"] = str(getattr(backend, "name", backend))
@@ -262,7 +309,7 @@ def with_stages(spec: NamespaceSpec, split: Shards, stages: Sequence[Sequence[Sh
     """
     if len({share.tables for stage in stages for share in stage}) > 1:
         raise ConfigError("a pipeline stage has no layer of a KV cache group that another stage has layers of")
-    writers = [share.sizes for stage in stages for share in stage[:: split.replicas] for _ in range(split.parts)]
+    writers = [stage[0].sizes for stage in stages for _ in range(split.number // len(stages))]
     sizes = zip(*writers, strict=True)
     groups = [replace(group, shard_bytes=each) for group, each in zip(spec.groups, sizes, strict=True)]
     described = "; ".join(dict.fromkeys(stage[0].described for stage in stages))

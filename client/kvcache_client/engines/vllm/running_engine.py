@@ -90,8 +90,11 @@ def join_logs(quiet: bool) -> None:
 
 
 def rank_in_engine(parallel_config: Any) -> int:
-    """Return the number of this process's rank: those of the first stage come first."""
-    from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+    """Return the number of this process's rank, as vLLM counts: stages, prefill context parallelism, tensor
+    parallelism."""
+    from vllm.distributed.parallel_state import get_pcp_group, get_pp_group, get_tp_group
 
     stage = get_pp_group().rank_in_group if parallel_config.pipeline_parallel_size > 1 else 0
-    return int(stage * parallel_config.tensor_parallel_size + get_tp_group().rank_in_group)
+    prefill = compat.prefill_ranks(parallel_config)
+    rank = stage * prefill + (get_pcp_group().rank_in_group if prefill > 1 else 0)
+    return int(rank * parallel_config.tensor_parallel_size + get_tp_group().rank_in_group)

@@ -89,9 +89,11 @@ class SchedulerSide(Side):
 
     def _facts(self, setup: Setup, joining: Collection[int]) -> EngineFacts:
         config, kv_cache, tokens, per_slot = setup.vllm, setup.kv_cache, setup.block_tokens, setup.per_slot
-        transfer, parallel = config.kv_transfer_config, config.parallel_config
+        transfer = config.kv_transfer_config
+        table_tokens: list[int] = []
         if setup.groups:
             tokens, per_slot = hash_tokens(kv_cache), per_slot * tokens // hash_tokens(kv_cache)
+            table_tokens = [int(first_spec(group).block_size) for group in kv_cache.kv_cache_groups]
         if setup.wants_events:
             tables = setup.groups[0].group.tables if setup.groups else (Table(0, tokens, per_slot),)
             self._events = HostEvents(kv_cache, tables, tokens)
@@ -110,10 +112,10 @@ class SchedulerSide(Side):
             volatile=int(compat.reads_next_token(config)),
             groups=[merged.group for merged in setup.groups],
             tails=bool(setup.groups) and ends_within_blocks(kv_cache),
-            table_tokens=[int(first_spec(group).block_size) for group in kv_cache.kv_cache_groups],
+            table_tokens=table_tokens,
             joining=joining,
             step_tokens=config.scheduler_config.max_num_batched_tokens,
-            ranks=parallel.tensor_parallel_size * parallel.pipeline_parallel_size,
+            ranks=setup.ranks,
             # vLLM keeps one block for itself.
             device_blocks=kv_cache.num_blocks - 1 if compat.stops_before_loading_requests() else 0,
             lookahead=compat.lookahead(config),
@@ -142,7 +144,7 @@ class SchedulerSide(Side):
         except ConfigError as error:
             logger.warning(_WITHOUT, error)
             return
-        self._open(setup, spec, range(len(ranks) * setup.stages))
+        self._open(setup, spec, range(setup.ranks))
 
     def give_up(self, fault: str) -> None:
         self.fault = fault

@@ -6,6 +6,7 @@ import logging
 from dataclasses import dataclass
 from typing import Any
 
+from kvcache_client.engines.vllm import compat
 from kvcache_client.engines.vllm.groups import Merged, has_states
 from kvcache_client.engines.vllm.identity import (
     engine_block_size,
@@ -65,11 +66,16 @@ class Setup:
 
     @property
     def block_tokens(self) -> int:
-        return engine_block_size(self.kv_cache)
+        return engine_block_size(self.vllm, self.kv_cache)
 
     @property
     def stages(self) -> int:
         return int(self.vllm.parallel_config.pipeline_parallel_size)
+
+    @property
+    def ranks(self) -> int:
+        parallel = self.vllm.parallel_config
+        return self.stages * compat.prefill_ranks(parallel) * int(parallel.tensor_parallel_size)
 
 
 def read_setup(side: object, in_scheduler: bool, vllm_config: Any, kv_cache: Any) -> Setup | None:
@@ -99,7 +105,7 @@ def read_setup(side: object, in_scheduler: bool, vllm_config: Any, kv_cache: Any
     if has_another(side, in_scheduler, vllm_config, settings.endpoint):
         log(_TWICE, settings.endpoint or "the default endpoint")
         return None
-    events, tokens = getattr(vllm_config, "kv_events_config", None), engine_block_size(kv_cache)
+    events, tokens = getattr(vllm_config, "kv_events_config", None), engine_block_size(vllm_config, kv_cache)
     wants_events = events is not None and bool(events.enable_kv_cache_events)
     if wants_events:  # they name blocks of the engine, each of which must be loadable by itself
         if settings.block_size not in (0, tokens):
