@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from kvcache_client.devices import CopyError
+
 BLOCK = 32
 STUCK_SECONDS = 20.0
 
@@ -33,6 +35,14 @@ def run(engine: Any, names: Collection[str]) -> None:
         engine.step()
         assert time.monotonic() < end, queues(engine)
         time.sleep(0.001)
+
+
+def slow_or_failing(draw: random.Random, copy: Any, job: Any) -> None:
+    """Copy, but not at once, and now and then not at all."""
+    time.sleep(draw.choice((0, 0, 0.002, 0.01)))
+    if draw.random() < 0.005:
+        raise CopyError("the test fails it")
+    copy(job)
 
 
 def steps(engine: Any, seconds: float) -> None:
@@ -160,7 +170,7 @@ def test_an_engine_that_only_waits_for_a_load_leaves_the_processor_to_it(engines
     assert taken <= 550, "each takes a millisecond"
 
 
-@pytest.mark.parametrize("model", ["attention", "states", "states and drafts"])
+@pytest.mark.parametrize("model", ["attention", "states", "states and drafts", "states and windows"])
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
 def test_random_schedules_on_little_memory_end(
     engines: Any, sim: Any, prompt: Any, idle: Any, request: Any, policy: str, model: str
@@ -184,6 +194,10 @@ def test_random_schedules_on_little_memory_end(
         options |= {"specs": specs, "speculative_config": drafter}
     count = int(os.environ.get("KVCACHE_STEPS", "400"))
     draw = random.Random(request.node.name)
+    if model == "states and windows":
+        options["specs"] = sim.full(1, block) | sim.windows(1, block, 1, block) | sim.states(1, 2, "align", block=block)
+    if model != "attention":
+        options["tensor_parallel_size"] = draw.choice((1, 2))
     # Of a block that is followed by two tokens, a drafter's KV is that of the first writer: in vLLM's own cache, too.
     within = (37, 60) if "drafts" in model else (0, 60)
     beginnings = [prompt(draw.choice((2, 4, 6)) * block - draw.choice(within)) for _ in range(4)]
@@ -204,7 +218,7 @@ def test_random_schedules_on_little_memory_end(
     since = time.monotonic()
     for thread in one._copiers(sim.ALL):
         copy = thread._copy
-        thread._copy = lambda job, copy=copy: (time.sleep(draw.choice((0, 0, 0.002, 0.01))), copy(job))
+        thread._copy = lambda job, copy=copy: slow_or_failing(draw, copy, job)
     while steps_taken < count or live:
         if steps_taken < count and len(live) < 10 and draw.random() < 0.3:
             name, tokens, answer = f"r{len(wanted)}", draw.choice(prompts), draw.choice((1, 3, 40))

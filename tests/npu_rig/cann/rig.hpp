@@ -1,5 +1,15 @@
 // One simulated Ascend device behind libascendcl.so, compiled against the ACL headers of the torch_npu wheel: a call
 // whose signature has drifted is a compile error. See ../README.md.
+//
+// Where the behaviour comes from:
+// - The headers: signatures, the layouts of structures, and the rule that an asynchronous copy from or to memory that is
+//   not page-locked returns only when the copy is done.
+// - CANN's reference and the source of its runtime (hicann/runtime): events created by `aclrtCreateEventExWithFlag` may
+//   be recorded more than once, count as complete before they are first recorded, and cannot be reset. After a failed
+//   task, a stream continues, and its events complete; only the next synchronisation reports the failure. A batch must
+//   name the device of its addresses, and has at most 4,096 entries. A stream holds about 2,000 tasks; further
+//   submissions wait.
+// - Our own choice: memory that `aclrtHostRegister` has mapped does not count as page-locked.
 #pragma once
 
 #include <acl/acl.h>
