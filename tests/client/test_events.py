@@ -12,10 +12,10 @@ import pytest
 
 from kvcache_client.scheduler import events as module
 from kvcache_client.scheduler.events import EngineEvents, Removed, Stored
-from kvcache_client.scheduler.groups import FullAttention
-from kvcache_client.scheduler.views import RequestView
+from kvcache_client.scheduler.groups import FullAttention, HybridGroups
+from kvcache_client.scheduler.views import Group, RequestView, Table
 from kvcache_client.step_plan import RankVerdicts
-from kvcache_proto.types import Verdict
+from kvcache_proto.types import FULL, SUFFIX, GroupSpec, Verdict
 from kvcache_server.admin_client import AdminClient
 
 REGION = b"r" * 16
@@ -31,20 +31,28 @@ def a_request(name: str, blocks: int) -> Any:
 def made(blocks_per_slot: int = 1) -> EngineEvents:
     """For an engine that says a request's name, and where the tokens of its blocks are."""
     return EngineEvents(
-        FullAttention(4, blocks_per_slot), lambda request, begin, end: (request.id, [*range(begin, end)])
+        FullAttention(4, blocks_per_slot), lambda request, begin, end, group: (request.id, [*range(begin, end)])
     )
 
 
-def stored(request: Any, first: int, end: int) -> Stored:
+def with_windows(volatile: int = 0) -> EngineEvents:
+    """For an engine with full attention, and windows of two blocks."""
+    groups = [Group((Table(0, 4, 1),)), Group((Table(1, 4, 1),), window_blocks=2, kept=7)]
+    specs = [GroupSpec(4, 8, FULL), GroupSpec(4, 8, SUFFIX, 2)]
+    rules = HybridGroups(groups, specs, 4, volatile=volatile)
+    return EngineEvents(rules, lambda request, begin, end, group: (request.id, [*range(begin, end)]))
+
+
+def stored(request: Any, first: int, end: int, group: int = 0) -> Stored:
     """Return the event of a request's blocks."""
     parent = request.hashes[first - 1] if first else None
     tokens = [*range(4 * first, 4 * end)]
-    return Stored(parent, request.hashes[first:end], tokens, request.id, tokens)
+    return Stored(parent, request.hashes[first:end], tokens, request.id, tokens, group)
 
 
-def ship(events: EngineEvents, request: Any, slots: range, reservation: int = 1) -> None:
+def ship(events: EngineEvents, request: Any, slots: range, reservation: int = 1, group: int = 0) -> None:
     for position, slot in enumerate(slots):
-        events.shipped(REGION, reservation, position, request, slot)
+        events.shipped(REGION, reservation, position, request, slot, group)
 
 
 def test_a_save_is_told_with_all_blocks_of_the_engine_and_their_tokens() -> None:
@@ -200,3 +208,59 @@ def test_a_long_chain_that_waited_for_its_root_is_told_as_one() -> None:
     assert events.take() == []
     events.looked_up(request, 1, 1)  # somebody else has written the root
     assert events.take() == [stored(request, 0, 3000)]
+
+
+def test_a_window_is_told_below_full_attention() -> None:
+    """Whatever comes first, and whatever becomes of the windows of other blocks."""
+    events, request = with_windows(), a_request("a", 4)
+    ship(events, request, range(4))
+    ship(events, request, range(1, 4), reservation=2, group=1)
+    events.settled(RankVerdicts(REGION, 2, [0, 1, 2], [FAILED, VISIBLE, HIDDEN]))
+    events.settled(RankVerdicts(REGION, 1, [2, 1], [VISIBLE, VISIBLE]))
+    assert events.take() == []
+    events.settled(RankVerdicts(REGION, 1, [0], [VISIBLE]))
+    assert events.take() == [stored(request, 0, 3), stored(request, 2, 3, 1)]
+    events.settled(RankVerdicts(REGION, 1, [3], [VISIBLE]))
+    assert events.take() == [stored(request, 3, 4), stored(request, 3, 4, 1)]
+
+
+def test_windows_are_removed_with_full_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "REMEMBERED", 4)
+    events, one, two = with_windows(), a_request("a", 4), a_request("b", 3)
+    events.looked_up(one, 4, 4, [range(2, 4)])
+    events.take()
+    events.looked_up(two, 3, 3, [range(1, 3)])
+    removed = [event for event in events.take() if isinstance(event, Removed)]
+    assert removed == [Removed(one.hashes[2:3], 1), Removed(one.hashes[:3])]
+    events.reset()
+    left = [Removed(one.hashes[3:] + two.hashes[1:], 1), Removed(one.hashes[3:] + two.hashes)]
+    assert events.take() == left
+
+
+@pytest.mark.parametrize("volatile", [0, 1])
+def test_only_a_window_whose_promise_is_broken_is_removed(volatile: int) -> None:
+    events, request = with_windows(volatile), a_request("a", 12)
+    events.looked_up(request, 8, 8 + volatile, [range(6, 8)])
+    ship(events, request, range(8, 12))
+    ship(events, request, range(9, 11), reservation=2, group=1)
+    events.settled(RankVerdicts(REGION, 1, [0, 1, 2, 3], [VISIBLE] * 4))
+    events.settled(RankVerdicts(REGION, 2, [0, 1], [VISIBLE] * 2))
+    events.take()
+    events.looked_up(request, 8, 10 + volatile, [range(6, 8)])  # no hit after block 8 or 9 was promised
+    assert events.take() == []
+    events.looked_up(request, 8, 11 + volatile, [range(6, 8)])
+    assert events.take() == [Removed(request.hashes[10:11], 1)]
+    events.looked_up(request, 0, 8 + volatile)
+    assert events.take() == [Removed(request.hashes[7:8], 1)]
+    events.looked_up(request, 8, 8 + volatile, [range(6, 8)])
+    assert events.take() == [stored(request, 7, 8, 1)]
+
+
+def test_a_hit_that_needs_the_next_block_is_promised_with_it() -> None:
+    events, request = with_windows(volatile=1), a_request("a", 9)
+    events.looked_up(request, 8, 8, [range(5, 8)])
+    events.take()
+    events.looked_up(request, 7, 9, [range(5, 7)])
+    assert events.take() == []
+    events.looked_up(request, 6, 8)
+    assert events.take() == [Removed(request.hashes[6:7], 1)]

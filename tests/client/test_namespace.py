@@ -391,7 +391,16 @@ def test_heads_that_cannot_be_shards_are_named() -> None:
     assert "more than the KV of each head" in why(cache=spec(page_size_bytes=4098))
     assert why(ranks=2) == "the ranks hold 8 different heads, and the model has 4"
     assert why(ranks=8, heads=32, stages=4) == "128 shards: at most 64"
-    assert "other KV cache groups" in why(cache=SlidingWindowSpec(num_kv_heads=4))
+    window = {"page_size_bytes": 4096, "real_page_size_bytes": 4096, "sliding_window": 32}
+    assert why(cache=SlidingWindowSpec(num_kv_heads=4, **window)) == ""
+    several, config = kv_cache_config(spec(real_page_size_bytes=4096)), vllm_config()
+    config.model_config.get_total_num_kv_heads = lambda: 4
+    windows = SlidingWindowSpec(num_kv_heads=4, **window)
+    several.kv_cache_groups.append(SimpleNamespace(kv_cache_spec=windows, layer_names=["c"]))
+    several.kv_cache_tensors.append(SimpleNamespace(size=409600, layers=["c"], layer_stride=409600, block_stride=4096))
+    assert unsupported_by_head(config, several, "LBHNC") == ""
+    several.kv_cache_tensors[1].layer_stride = 2048
+    assert "not evenly spaced" in unsupported_by_head(config, several, "LBHNC")
 
 
 def test_mla_that_cannot_be_divided_evenly_is_one_shard() -> None:

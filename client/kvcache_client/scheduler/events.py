@@ -4,6 +4,10 @@ Events name blocks of the engine, with their tokens, so that a router that follo
 them. A cached block is one block of the engine, so that each can be loaded by itself. It is several only if the
 engine's KV cache groups have blocks of different sizes: then no hit ends between these, not even in device memory.
 Nothing is reported as stored that cannot be reported as removed later.
+
+Blocks of suffix groups are reported below the block of full attention with the same hash, and removed with it, or if a
+lookup shows that not all blocks are cached that a hit after them would need. A router that does not distinguish groups
+learns nothing wrong. Tails are not reported: a router does not know their parents, hashes within larger blocks.
 """
 
 from __future__ import annotations
@@ -32,13 +36,15 @@ class Stored:
     tokens: list[int]  # of all these blocks
     request: Any  # the engine's description of the request that saved or found them
     blocks: list[Any]  # its descriptions of the blocks, in order
+    group: int = 0
 
 
 @dataclass(slots=True)
 class Removed:
     """These blocks of the engine cannot be loaded any more."""
 
-    hashes: list[bytes]
+    hashes: list[bytes]  # the engine's own, of all its blocks in the cached ones
+    group: int = 0
 
 
 class EngineEvents:
@@ -47,10 +53,12 @@ class EngineEvents:
     def __init__(self, group: FullAttention, describe: Describe) -> None:
         self._group, self._describe = group, describe
         self._new: list[Stored | Removed] = []
-        self._there: dict[bytes, tuple[bytes, ...]] = {}  # by cached block: the engine's hashes in it
+        groups = int(group.has_full) + len(group.suffixes)
+        # By group and cached block: the engine's hashes in it.
+        self._there: list[dict[bytes, tuple[bytes, ...]]] = [{} for _ in range(groups)]
         self._shipped: dict[tuple[bytes, int, int], Stored] = {}  # being saved, each one cached block
-        self._hidden: dict[bytes, list[Stored]] = {}  # whole, by the parent that is not known to be whole
-        self._coming: set[bytes] = set()  # hashes of the cached blocks in _shipped and _hidden
+        self._hidden: dict[bytes, list[Stored]] = {}  # whole, by the block above that is not known to be whole
+        self._coming: set[bytes] = set()  # hashes of the cached blocks of full attention in _shipped and _hidden
         self._waiting = 0  # blocks in _hidden
 
     def take(self) -> list[Stored | Removed]:
@@ -58,10 +66,13 @@ class EngineEvents:
         new, self._new = self._new, []
         return new
 
-    def shipped(self, region: bytes, reservation: int, position: int, request: RequestView, slot: int) -> None:
-        """Note that the ranks are to save the cached block `slot` of the request."""
-        piece = self._shipped[region, reservation, position] = self._piece(request, slot, slot + 1)
-        self._coming.add(piece.hashes[-1])
+    def shipped(
+        self, region: bytes, reservation: int, position: int, request: RequestView, slot: int, group: int = 0
+    ) -> None:
+        """Note that the ranks are to save the cached block `slot` of the request in a group."""
+        piece = self._shipped[region, reservation, position] = self._piece(request, slot, slot + 1, group)
+        if group not in self._group.suffixes:
+            self._coming.add(piece.hashes[-1])
         if len(self._shipped) > SHIPPED:
             self._forget([self._shipped.pop(next(iter(self._shipped)))])
 
@@ -74,24 +85,35 @@ class EngineEvents:
             place = verdicts.region, verdicts.reservation, position
             if verdict == Verdict.PARTIAL or (shipped := self._shipped.pop(place, None)) is None:
                 continue
-            if verdict == Verdict.VISIBLE and shipped.parent not in self._coming:
+            above, is_known = shipped.parent, shipped.parent not in self._coming
+            if shipped.group in self._group.suffixes:
+                above = shipped.hashes[-1]
+                is_known = not self._group.has_full or above in self._there[0]
+            if verdict == Verdict.VISIBLE and is_known:
                 self._stored(shipped)
-            elif verdict in (Verdict.VISIBLE, Verdict.HIDDEN) and shipped.parent is not None:
-                self._hidden.setdefault(shipped.parent, []).append(shipped)
+            elif verdict in (Verdict.VISIBLE, Verdict.HIDDEN) and above is not None:
+                self._hidden.setdefault(above, []).append(shipped)
                 self._waiting += 1
-                while self._waiting > WAITING:  # the parent's writer died, perhaps
+                while self._waiting > WAITING:  # the writer of the block above died, perhaps
                     self._forget(self._awaited(next(iter(self._hidden))))
             else:
                 self._forget([shipped])
 
-    def looked_up(self, request: RequestView, hits: int, asked: int) -> None:
-        """Note that of the first `asked` cached blocks of the request only the first `hits` are cached."""
+    def looked_up(self, request: RequestView, hits: int, asked: int, suffixes: Sequence[range] = ()) -> None:
+        """Note that of the first `asked` cached blocks of the request only the first `hits` can be loaded.
+
+        `suffixes` are the slots found in each suffix group. If there are such groups, blocks after the hits may be
+        cached.
+        """
         names = self._group.keys(plain(request.hashes))[:asked]
-        for is_known, run in groupby(range(hits), lambda slot: names[slot] in self._there):
-            slots = list(run)
-            if not is_known:
-                self._stored(self._piece(request, slots[0], slots[-1] + 1))
-        self._remove([name for name in names[hits:] if name in self._there])
+        if self._group.has_full:
+            self._found(request, names, 0, range(hits))
+        for number, slots in zip(self._group.suffixes, suffixes, strict=False):
+            self._found(request, names, number, slots)
+        if self._group.suffixes:
+            self._refute(names, hits)
+        else:
+            self._remove(names[hits:])
 
     def reset(self) -> None:
         """The engine has moved to another namespace: it can load nothing of this one any more."""
@@ -99,53 +121,80 @@ class EngineEvents:
         self._coming.clear()
         self._hidden.clear()
         self._waiting = 0
-        self._remove(list(self._there))
+        for number, there in enumerate(self._there):
+            self._remove(list(there), number)
 
-    def _piece(self, request: RequestView, first: int, end: int) -> Stored:
-        """Return the cached blocks of a request from `first` to `end`."""
+    def _found(self, request: RequestView, names: Sequence[bytes], number: int, found: range) -> None:
+        there = self._there[number]
+        for is_known, run in groupby(found, lambda slot: names[slot] in there):
+            slots = list(run)
+            if not is_known:
+                self._stored(self._piece(request, slots[0], slots[-1] + 1, number))
+
+    def _refute(self, names: Sequence[bytes], hits: int) -> None:
+        """Remove what promises more than `hits` of the cached blocks `names`: which block is missing is not known."""
+        group, volatile = self._group, self._group.volatile
+        for end in range(hits + 1, len(names) - volatile + 1):
+            if group.has_full and names[end - 1 + volatile] not in self._there[0]:
+                return
+            counts = group.counts(end, 0)
+            if all(name in self._there[n] for n in group.suffixes for name in names[end - counts[n] : end][::-1]):
+                for number in group.suffixes:
+                    self._remove([names[end - 1]], number)
+
+    def _piece(self, request: RequestView, first: int, end: int, number: int = 0) -> Stored:
+        """Return the cached blocks of a request from `first` to `end` in a group."""
         per_slot, slot_tokens, hashes = self._group.blocks_per_slot, self._group.slot_tokens, plain(request.hashes)
         parent = hashes[first * per_slot - 1] if first else None
         tokens = list(request.token_ids[first * slot_tokens : end * slot_tokens])
-        said, blocks = self._describe(request, first * slot_tokens, end * slot_tokens)
-        return Stored(parent, list(hashes[first * per_slot : end * per_slot]), tokens, said, blocks)
+        said, blocks = self._describe(request, first * slot_tokens, end * slot_tokens, number)
+        return Stored(parent, list(hashes[first * per_slot : end * per_slot]), tokens, said, blocks, number)
 
-    def _awaited(self, parent: bytes) -> list[Stored]:
-        """Return the blocks that wait for that parent, and forget that they wait."""
-        pieces = self._hidden.pop(parent, [])
+    def _awaited(self, above: bytes) -> list[Stored]:
+        """Return the blocks that wait for the one `above`, and forget that they wait."""
+        pieces = self._hidden.pop(above, [])
         self._waiting -= len(pieces)
         return pieces
 
     def _forget(self, pieces: Sequence[Stored]) -> None:
         """Blocks that were being saved are lost."""
-        self._coming.difference_update(piece.hashes[-1] for piece in pieces)
+        suffixes = self._group.suffixes
+        self._coming.difference_update(piece.hashes[-1] for piece in pieces if piece.group not in suffixes)
 
     def _stored(self, piece: Stored) -> None:
         per_slot, waiting = self._group.blocks_per_slot, [piece]  # not recursive: a chain of hidden blocks may be long
         while waiting:
             piece = waiting.pop()
-            names = self._group.keys(piece.hashes)
-            self._coming.difference_update(names)
-            if names[0] not in self._there:
+            names, there = self._group.keys(piece.hashes), self._there[piece.group]
+            if names[0] not in there:
                 for at, name in enumerate(names):
-                    self._there[name] = tuple(piece.hashes[at * per_slot : (at + 1) * per_slot])
+                    there[name] = tuple(piece.hashes[at * per_slot : (at + 1) * per_slot])
                 self._report(piece)
-                self._remove(list(islice(self._there, max(0, len(self._there) - REMEMBERED))))
-            for name in names:
-                waiting += self._awaited(name)
+                self._remove(list(islice(there, max(0, len(there) - REMEMBERED))), piece.group)
+            if piece.group not in self._group.suffixes:
+                self._coming.difference_update(names)
+                for name in names:
+                    waiting += self._awaited(name)
 
     def _report(self, piece: Stored) -> None:
         last = self._new[-1] if self._new else None
-        if isinstance(last, Stored) and (piece.parent, piece.request) == (last.hashes[-1], last.request):
+        above = piece.group, piece.parent, piece.request
+        if isinstance(last, Stored) and (last.group, last.hashes[-1], last.request) == above:
             last.hashes += piece.hashes
             last.tokens += piece.tokens
             last.blocks += piece.blocks
         else:
             self._new.append(piece)
 
-    def _remove(self, names: Sequence[bytes]) -> None:
-        hashes = [each for name in names for each in self._there.pop(name)]
+    def _remove(self, names: Sequence[bytes], number: int = 0) -> None:
+        """Report as removed those cached blocks of a group that are there; without full attention, none is useful."""
+        there = self._there[number]
+        if number not in self._group.suffixes:
+            for suffix in self._group.suffixes:
+                self._remove(names, suffix)
+        hashes = [each for name in names for each in there.pop(name, ())]
         last = self._new[-1] if self._new else None
-        if isinstance(last, Removed):
+        if isinstance(last, Removed) and last.group == number:
             last.hashes += hashes
         elif hashes:
-            self._new.append(Removed(hashes))
+            self._new.append(Removed(hashes, number))

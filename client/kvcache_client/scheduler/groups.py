@@ -111,6 +111,10 @@ class FullAttention:
         `had`."""
         return keys[:hits]
 
+    def counts(self, hits: int, had: int) -> Sequence[int]:
+        """Return the number of slots of each group that a lookup returns for `hits`, as `references`."""
+        return (hits,)
+
     def columns(self, number: int) -> int:
         """Return the number of device blocks in a slot of a group."""
         return self.blocks_per_slot
@@ -204,7 +208,11 @@ class HybridGroups(FullAttention):
         return hits if self.suffixes else super().usable(hits)
 
     def references(self, keys: Sequence[bytes], hits: int, had: int) -> Sequence[bytes]:
-        return [key for count in self._counts(hits, had) for key in keys[hits - count : hits]]
+        return [key for count in self.counts(hits, had) for key in keys[hits - count : hits]]
+
+    def counts(self, hits: int, had: int) -> Sequence[int]:
+        least = max(0, hits - had)
+        return [hits if spec.kind == FULL else min(spec.needed(hits), least) for spec in self._specs]
 
     def columns(self, number: int) -> int:
         return self._groups[number].columns
@@ -293,7 +301,7 @@ class HybridGroups(FullAttention):
         at, hits = 0, found.hits
         if end % self.align and end != found.tail * self.block_tokens:
             return []
-        for number, (group, slots) in enumerate(zip(self._groups, self._counts(hits, found.had), strict=True)):
+        for number, (group, slots) in enumerate(zip(self._groups, self.counts(hits, found.had), strict=True)):
             columns = []
             for table in group.tables:
                 per_slot = self.slot_tokens // table.block_tokens
@@ -317,11 +325,6 @@ class HybridGroups(FullAttention):
                 jobs.append(LoadJob(request, found.region, refs, blocks[low:high].ravel().tolist(), 0, sums, number))
             at += slots
         return [msgspec.structs.replace(job, jobs=len(jobs)) for job in jobs]
-
-    def _counts(self, hits: int, had: int) -> list[int]:
-        """Return the number of slots of each group that a lookup returns for `hits`."""
-        least = max(0, hits - had)
-        return [hits if spec.kind == FULL else min(spec.needed(hits), least) for spec in self._specs]
 
     def _tail_blocks(self, tables: BlockTables, slot: int, tokens: int) -> list[int]:
         """Return the device blocks of the full group in a slot, 0 for those after `tokens`; [] if some are missing."""

@@ -101,9 +101,11 @@ class Lookups:
             if not state.tables[0]:  # else it was preempted, and leaves the chain that it has saved itself
                 state.progress.divergence = lease.divergence
             if self._events is not None and not lease.withheld:
-                # With suffix groups, the blocks after the hits may be cached: they can be loaded from another boundary
-                # on.
-                self._events.looked_up(request, whole, whole if self._group.suffixes else len(keys))
+                counts = self._group.counts(lease.hits, had)
+                found = [range(lease.hits - counts[number], whole) for number in self._group.suffixes]
+                # With suffix groups, blocks after the hits may be on their way.
+                asked = whole if found and lease.pending else len(keys)
+                self._events.looked_up(request, whole, asked, found)
             if waited and self._group.usable(lease.hits) == len(keys) - self._group.volatile:
                 self._notes.note(state, "came", now)
         names = self._group.references(keys, lease.hits, had) if lease.sums else ()

@@ -34,12 +34,11 @@ _OPERATORS = {"quota"}  # refusals that an operator can remedy; "no_space" mostl
 class _Asked:
     """A run of blocks to be reserved; the first `whole` blocks still have the content to be saved.
 
-    In a suffix group, the blocks at `gone` no longer have it, and `first` has no meaning: its blocks need not be
-    consecutive.
+    In a suffix group, the blocks at `gone` no longer have it.
     """
 
     state: RequestState
-    first: int
+    slots: Sequence[int]  # of the blocks in the request's chain, consecutive but in a suffix group; () for a tail
     run: Run
     blocks: list[int]
     whole: int
@@ -204,7 +203,7 @@ class Saves:
             hashes = list(keys[slot : min(end, slot + MAX_BLOCKS)])
             theirs = blocks[(slot - first) * columns : (slot - first + MAX_BLOCKS) * columns]
             run = Run(hashes, keys[slot - 1] if slot else None)
-            self._next.append(_Asked(state, slot, run, theirs, len(hashes)))
+            self._next.append(_Asked(state, range(slot, slot + len(hashes)), run, theirs, len(hashes)))
 
     def _ask_suffix(self, state: RequestState, keys: Sequence[bytes], number: int, slots: dict[int, list[int]]) -> None:
         wanted = list(slots)
@@ -212,7 +211,7 @@ class Saves:
             part = wanted[at : at + MAX_BLOCKS]
             run = Run([keys[slot] for slot in part], None, number)
             blocks = [block for slot in part for block in slots[slot]]
-            self._next.append(_Asked(state, 0, run, blocks, len(part), suffix=True))
+            self._next.append(_Asked(state, part, run, blocks, len(part), suffix=True))
 
     def _ask_tail(self, state: RequestState, keys: Sequence[bytes], end: int, found: list[list[int]]) -> None:
         """Note the tail after `end` blocks of the engine, with its device blocks by group."""
@@ -222,7 +221,7 @@ class Saves:
         parent = keys[slot - 1] if slot else None
         for number, blocks in enumerate(found):
             run = Run([name], parent if number == 0 else None, number)
-            self._next.append(_Asked(state, 0, run, blocks, 1, suffix=True))
+            self._next.append(_Asked(state, (), run, blocks, 1, suffix=True))
 
     def _paused(self, state: RequestState) -> bool:
         return bool(state.progress.retry_at) and self._clock() < state.progress.retry_at
@@ -335,12 +334,11 @@ class Saves:
         columns = self._group.columns(group)
         blocks = [block for place in whole for block in asked.blocks[place * columns : (place + 1) * columns]]
         hashes = [asked.run.hashes[place] for place in whole]
+        if self._events is not None and asked.slots:
+            for position, place in sound:
+                slot, request = asked.slots[place], asked.state.request
+                self._events.shipped(reservation.region_id, reservation.id, position, request, slot, group)
         if not asked.suffix:
-            if self._events is not None:
-                for position, place in sound:
-                    self._events.shipped(
-                        reservation.region_id, reservation.id, position, asked.state.request, asked.first + place
-                    )
             self._shipped[reservation.id, kept[0]] = asked.state.id, hashes
             if len(self._shipped) > SHIPPED:
                 del self._shipped[next(iter(self._shipped))]
@@ -365,7 +363,7 @@ class Saves:
         self._counters.warn("saves_refused", f"saves are refused: {self._refusals.why}")
         for asked in sent.asked:
             if not asked.suffix:
-                asked.state.progress.refuse(asked.first, "refused", self._clock())
+                asked.state.progress.refuse(asked.slots[0], "refused", self._clock())
 
     def _judge(self, asked: _Asked, reservation: CacheReservation, begin: int) -> None:
         for at in range(len(asked.run.hashes)):
@@ -376,7 +374,7 @@ class Saves:
                 else:
                     self._counters.add(f"saves_{why}")
                 if not asked.suffix:  # for a suffix group, the chain's own run decides when to go on
-                    asked.state.progress.refuse(asked.first + at, why, self._clock())
+                    asked.state.progress.refuse(asked.slots[at], why, self._clock())
                 return
         if not asked.suffix:
             asked.state.progress.pause = PAUSE
@@ -395,5 +393,5 @@ class Saves:
                 lost = asked.run.hashes[at // per_slot : asked.whole]
                 self._notes.add(asked.state.id, "given_away", self._clock(), lost)
                 asked.whole = at // per_slot
-                asked.state.progress.saved = min(asked.state.progress.saved, asked.first + asked.whole)
+                asked.state.progress.saved = min(asked.state.progress.saved, asked.slots[asked.whole])
                 return

@@ -51,7 +51,7 @@ class Scheduler:
         self._session, self._clock, self._engine = session, clock, engine
         self._group = group = _group_rules(engine, spec, settings)
         self._counters = counters = LoggedCounters(logger)
-        self.events = EngineEvents(group, engine.describe) if engine.describe and group.has_full else None
+        self.events = EngineEvents(group, engine.describe) if engine.describe else None
         self.gate = Gate(counters, settings.gate == "auto", group.block_tokens)
         self.overlap = Overlap(self.gate.costs, settings.overlap == "auto", engine.ranks, engine.step_tokens)
         self._membership = Membership(session, spec, settings, engine.checkpoint, self.events, engine.joining)

@@ -53,8 +53,8 @@ class Group(NamedTuple):
         return max(0, computed - self.kept) if self.window_blocks else 0
 
 
-# Returns an event's fields for a request, and its fields for the request's blocks between two tokens, in order.
-Describe = Callable[["RequestView", int, int], tuple[Any, list[Any]]]
+# Returns an event's fields for a request, and its fields for its blocks between two tokens in a cached group, in order.
+Describe = Callable[["RequestView", int, int, int], tuple[Any, list[Any]]]
 
 
 @dataclass(frozen=True)

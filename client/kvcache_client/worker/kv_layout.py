@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from kvcache_client.devices.layout import Fragment, Tensor, block_fragments, layer_ends, part_fragments
+from kvcache_client.devices.layout import Fragment, Parts, Tensor, block_fragments, layer_ends, part_fragments
 from kvcache_client.session.region import Placed, Region
 from kvcache_client.worker.places import WHOLE, Places, RankFacts, Shards
+from kvcache_proto.errors import ConfigError
 from kvcache_proto.types import REF_BYTES, NamespaceSpec
 
 
@@ -38,26 +39,34 @@ class KVLayout:
         """
         if self.facts.groups:
             return self._read_groups(kv_caches, num_blocks)
-        described, parts = map(describe_tensor, flatten(kv_caches.values())), len(self.reads)
-        if parts == 1:
-            return [block_fragments(described, num_blocks, self.facts.block_bytes)]
-        size = self.facts.block_bytes // parts
-        fragments, self.parts = part_fragments(described, num_blocks, size, parts, self._by_head)
+        fragments, self.parts = self._fragments(kv_caches.values(), num_blocks, self.facts.block_bytes)
         self.follow(self.spec)
         return [fragments]
 
+    def _fragments(self, caches: Iterable[Any], num_blocks: int, block_bytes: int) -> tuple[list[Fragment], Parts]:
+        """Return the fragments of a part of a block, and how the parts divide it."""
+        described, parts = map(describe_tensor, flatten(caches)), len(self.reads)
+        if parts == 1:
+            return block_fragments(described, num_blocks, block_bytes), WHOLE
+        return part_fragments(described, num_blocks, block_bytes // parts, parts, self._by_head)
+
     def _read_groups(self, kv_caches: Mapping[str, Any], num_blocks: int) -> list[list[Fragment]]:
         layouts: list[list[Fragment]] = []
+        found: set[Parts] = set()
         self._columns = []
         for tables in self.facts.groups:
             columns = []
             for table in tables:
-                tensors = flatten(kv_caches[name] for name in table.layers)
-                fragments = block_fragments(map(describe_tensor, tensors), num_blocks, table.block_bytes)
+                caches = [kv_caches[name] for name in table.layers]
+                fragments, parts = self._fragments(caches, num_blocks, table.block_bytes)
+                found.add(parts)
                 if fragments not in layouts:
                     layouts.append(fragments)
-                columns.append((layouts.index(fragments), table.block_bytes, table.blocks))
+                columns.append((layouts.index(fragments), table.block_bytes // parts.number, table.blocks))
             self._columns.append(columns)
+        if len(found) > 1:
+            raise ConfigError(f"the parts of KV tensors are not evenly spaced over groups: {found}")
+        (self.parts,) = found
         self.follow(self.spec)
         return layouts
 

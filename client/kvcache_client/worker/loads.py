@@ -63,7 +63,7 @@ class Loads:
             return
         pieces = layout.places[job.group].cut(placed.offsets, job.blocks, job.skip)
         if layout.facts.groups:
-            pieces = without_nulls(pieces)
+            pieces = without_nulls(pieces, layout.parts)
         epoch = rank.epoch
         copy_pieces(rank.device.load, region, placed.runs, pieces, lambda done: self._copied(job, region, epoch, done))
 

@@ -75,8 +75,7 @@ class Piece(NamedTuple):
 class Places:
     """The places of one group: a slot contains the blocks of each table in turn, `columns` in all, of `bytes` bytes.
 
-    If blocks are divided into parts, the rank has a shard for each, which contains that part of the blocks. Blocks of
-    several layouts are not divided.
+    If blocks are divided into parts, the rank has a shard for each, which contains that part of the blocks.
     """
 
     def __init__(self, begin: int, tables: Sequence[tuple[int, int, int]], parts: Parts = WHOLE) -> None:
@@ -101,25 +100,28 @@ class Places:
         The first `skip` blocks of the slots are not among `blocks`. `parts` are those to be copied, all if not given.
         """
         offsets, numbers = slots.astype(np.int64)[:, None] + self._inside, np.array(blocks, np.int64)
-        if len(self._layouts) > 1:
-            numbers, places = numbers.reshape(-1, self.columns), self._layouts.items()
-            cuts = (Piece(layout, numbers[:, some].ravel(), offsets[:, some].ravel()) for layout, some in places)
-            return [each for each in cuts if len(each.blocks)]
-        (layout,), offsets = self._layouts, offsets.ravel()[skip : skip + len(numbers)]
+        if len(self._layouts) == 1:
+            (layout,) = self._layouts
+            return [self._divided(layout, numbers, offsets.ravel()[skip : skip + len(numbers)], parts)]
+        numbers, places = numbers.reshape(-1, self.columns), self._layouts.items()
+        cuts = (self._divided(each, numbers[:, some].ravel(), offsets[:, some].ravel(), parts) for each, some in places)
+        return [each for each in cuts if len(each.blocks)]
+
+    def _divided(self, layout: int, blocks: Numbers, offsets: Numbers, parts: Sequence[int] | None) -> Piece:
         if self._parts.number > 1:
             some = (np.arange(self._parts.number) if parts is None else np.array(parts, np.int64))[:, None]
-            numbers = (numbers * self._parts.apart + some).ravel()
+            blocks = (blocks * self._parts.apart + some).ravel()
             offsets = (offsets + some * self._part_bytes).ravel()
             order = np.argsort(offsets, kind="stable")  # their order in the region
-            numbers, offsets = numbers[order], offsets[order]
-        return [Piece(layout, numbers, offsets)]
+            blocks, offsets = blocks[order], offsets[order]
+        return Piece(layout, blocks, offsets)
 
 
-def without_nulls(pieces: Sequence[Piece]) -> list[Piece]:
-    """Leave out copies of block 0, which means none in an engine with several groups."""
+def without_nulls(pieces: Sequence[Piece], parts: Parts = WHOLE) -> list[Piece]:
+    """Leave out copies of block 0, with all its parts: it means none in an engine with several groups."""
     found = []
     for layout, blocks, offsets in pieces:
-        there = blocks != 0
+        there = blocks >= parts.number
         if there.any():
             found.append(Piece(layout, blocks[there], offsets[there]))
     return found

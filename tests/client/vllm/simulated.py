@@ -100,10 +100,17 @@ def latent(layers: int = 3) -> dict[str, Any]:
 
 
 def windows(
-    layers: int, window: int, first: int = 0, block: int = BLOCK, dtype: torch.dtype = torch.float32
+    layers: int,
+    window: int,
+    first: int = 0,
+    block: int = BLOCK,
+    dtype: torch.dtype = torch.float32,
+    heads: int = HEADS,
+    total: int = 0,
 ) -> dict[str, Any]:
-    """Return layers of sliding-window attention."""
-    spec = SlidingWindowSpec(**_attention(block) | {"dtype": dtype}, sliding_window=window)
+    """Return layers of sliding-window attention; `heads` and `total` are as in `full`."""
+    facts = _attention(block) | {"dtype": dtype, "num_kv_heads": heads} | ({"max_tp_shards": total} if total else {})
+    spec = SlidingWindowSpec(**facts, sliding_window=window)
     return {f"model.layers.{n}.attn": spec for n in range(first, first + layers)}
 
 
@@ -216,7 +223,7 @@ class Layer(NamedTuple):
     def content(self, digests: np.ndarray, weights: int = 0) -> np.ndarray:
         """Return what the layer has for tokens with these digests: [token, part, byte]. That of a head is its own."""
         _, parts, _, size = self.cells.shape
-        if not self.heads:
+        if not self.heads or self.is_state:
             return kv(digests, self.number + weights, parts, size)
         numbers = [
             self.number + 1000 * (2 * head + at) for at in range(parts // len(self.heads)) for head in self.heads

@@ -128,6 +128,85 @@ def test_with_tokens_before_heads_ranks_share_with_their_like(
     assert len(said) == 3 and "in which the heads of a token are together" in said[0]
 
 
+def grouped(sim: Any, name: str, ranks: int, window_heads: int = HEADS) -> dict[str, Any]:
+    """Return the layers of a rank's share of a model with several KV cache groups."""
+    full, window = ({"heads": -(-total // ranks), "total": total} for total in (HEADS, window_heads))
+    return {
+        "Gemma 3": lambda: sim.full(1, **full) | sim.windows(2, 2 * BLOCK, 1, **window),
+        "two windows": lambda: (
+            sim.full(1, **full) | sim.windows(1, 2 * BLOCK + 1, 1, **window) | sim.windows(1, 20, 2, **window)
+        ),
+        "two sizes": lambda: sim.full(1, **full) | sim.windows(2, 2 * BLOCK, 1, dtype=sim.torch.bfloat16, **window),
+        "a layer less": lambda: sim.full(3, **full) | sim.windows(2, 2 * BLOCK, 3, **window),
+        "windows alone": lambda: sim.windows(3, 3 * BLOCK, **window),
+        "states": lambda: sim.full(1, **full) | sim.states(2, 1, "align"),
+    }[name]()
+
+
+@pytest.mark.parametrize("name", ["Gemma 3", "two windows", "two sizes", "a layer less", "windows alone"])
+def test_engines_with_several_groups_load_what_each_has_saved(
+    by_head: Any, sim: Any, prompt: Any, idle: Any, lines: list[str], name: str
+) -> None:
+    if not sim.HAS_GROUPS:
+        pytest.skip("before vLLM 0.32, engines with several groups are declined")
+    tokens = prompt(6 * BLOCK + 7)
+    for ranks, loaded in ((1, 0), (2, 6), (4, 8), (1, 10), (8, 12), (2, 14)):
+        options = {"specs": grouped(sim, name, ranks), "blocks": 96, "extra": {"verify": "all"}}
+        engine = by_head(f"e{ranks}-{loaded}", ranks, **options)
+        assert engine.generate(tokens, 3) == sim.expected(tokens, 3)
+        assert engine.prefills["r0"] == (len(tokens) - loaded * BLOCK, 0, loaded * BLOCK)
+        nulls = [layer.pages[0] for runner in engine.runners for layer in runner.layers.values()]
+        assert not any(page.any() for page in nulls), "vLLM's null block is written"
+        idle()
+        tokens = prompt(len(tokens) + 2 * BLOCK, tokens)
+    assert not [line for line in lines if line.startswith("share_tp has no effect")]
+
+
+def test_heads_of_windows_are_given_to_others_while_they_are_saved(
+    by_head: Any, sim: Any, prompt: Any, one_by_one: Any
+) -> None:
+    if not sim.HAS_GROUPS:
+        pytest.skip("before vLLM 0.32, engines with several groups are declined")
+    prompts = [prompt(20 * BLOCK + at) for at in range(10)]
+    small = {"blocks": 60, "max_model_len": 800, "max_num_seqs": 1}
+    one, two = (
+        by_head(name, ranks, specs=grouped(sim, "Gemma 3", ranks), **small) for name, ranks in (("one", 2), ("two", 1))
+    )
+    one_by_one((one, two), prompts)
+    assert two.received
+
+
+def test_stages_of_heads_in_several_groups(by_head: Any, sim: Any, prompt: Any, idle: Any) -> None:
+    if not sim.HAS_GROUPS:
+        pytest.skip("before vLLM 0.32, engines with several groups are declined")
+    tokens = prompt(6 * BLOCK + 7)
+    for ranks, loaded in ((2, 0), (1, 6 * BLOCK)):
+        first = grouped(sim, "Gemma 3", ranks)
+        specs = first | {f"model.layers.{3 + at}.attn": spec for at, spec in enumerate(first.values())}
+        engine = by_head(f"e{ranks}", ranks, specs=specs, stages=(3, 3), blocks=96)
+        assert engine.generate(tokens, 3) == sim.expected(tokens, 3)
+        assert engine.prefills["r0"] == (len(tokens) - loaded, 0, loaded)
+        idle()
+
+
+@pytest.mark.parametrize(("name", "heads", "why"), [("states", 4, "states"), ("Gemma 3", 8, "different numbers")])
+def test_groups_without_common_heads_are_shared_by_equal_numbers_of_ranks(
+    by_head: Any, sim: Any, prompt: Any, idle: Any, lines: list[str], name: str, heads: int, why: str
+) -> None:
+    if not sim.HAS_GROUPS:
+        pytest.skip("before vLLM 0.32, engines with several groups are declined")
+    tokens = prompt(6 * BLOCK + 7)
+    options = {"mamba_cache_mode": "align", "extra": {"block_size": BLOCK}} if name == "states" else {}
+    for ranks, loaded in ((1, 0), (2, 0), (1, 6)):
+        specs = grouped(sim, name, ranks, heads)
+        engine = by_head(f"e{ranks}-{loaded}", ranks, specs=specs, blocks=96, **options)
+        assert engine.generate(tokens, 3) == sim.expected(tokens, 3)
+        assert engine.prefills["r0"] == (len(tokens) - loaded * BLOCK, 0, loaded * BLOCK)
+        idle()
+    said = [line for line in lines if line.startswith("share_tp has no effect")]
+    assert len(said) == 3 and why in said[0]
+
+
 @pytest.fixture
 def latent(engines: Any, sim: Any) -> Any:
     """`latent(name, ranks)` makes an engine with MLA."""

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import time
 from typing import Any
 
 import pytest
+
+from kvcache_server.admin_client import AdminClient
 
 BLOCK = 32
 
@@ -192,27 +195,176 @@ def test_a_block_on_the_host_is_described_as_on_the_device(
         assert host == {name: device[name] for name in host}
 
 
-@pytest.mark.parametrize("name", ["one size", "two sizes", "two full groups"])
-def test_blocks_of_several_groups_are_described_as_on_the_device(
-    publishing: Any, sim: Any, prompt: Any, idle: Any, name: str
-) -> None:
-    """Of blocks of two sizes, the smaller ones are those of full attention."""
+# Several KV cache groups.
+
+STATES = ("states", "windows and states", "states alone")
+GROUPS = ("one size", "two sizes", "two full groups", "a small window", "windows alone", *STATES)
+
+
+@pytest.fixture
+def grouped(publishing: Any, sim: Any) -> Any:
+    """`grouped(name)` makes two engines with such groups that keep windows and states after each fourth block, on the
+    device, too."""
     if not sim.HAS_GROUPS:
         pytest.skip("before vLLM 0.32, engines with several groups are declined")
-    specs = {
-        "one size": sim.full(1) | sim.windows(2, 2 * BLOCK, 1),
-        "two sizes": sim.full(1) | sim.windows(2, 2 * BLOCK, 1, dtype=sim.torch.bfloat16),
-        "two full groups": sim.full(4) | sim.windows(2, 2 * BLOCK, 4),
-    }[name]
-    one, tokens = publishing("one", specs=specs, blocks=128), prompt(8 * BLOCK + 9)
-    one.generate(tokens)
-    idle()
-    for at in range(2):
-        one.generate(prompt(9), name=f"later {at}")
-    host, device = described(one, "CPU"), described(one, "GPU")
-    assert len(host) == (16 if name == "two full groups" else 8)
-    assert host == {name: device[name] for name in host}
+    half = sim.torch.bfloat16
+    models = {
+        "one size": lambda: sim.full(1) | sim.windows(2, 2 * BLOCK, 1),
+        "two sizes": lambda: sim.full(1) | sim.windows(2, 2 * BLOCK, 1, dtype=half),
+        "two full groups": lambda: sim.full(4) | sim.windows(2, 2 * BLOCK, 4),
+        "a small window": lambda: sim.full(1) | sim.windows(1, 20, 1) | sim.windows(1, 3 * BLOCK, 2, dtype=half),
+        "windows alone": lambda: sim.windows(3, 3 * BLOCK),
+        "states": lambda: sim.full(1) | sim.states(2, 1, "align"),
+        "windows and states": lambda: sim.full(1) | sim.windows(1, 2 * BLOCK, 1) | sim.states(1, 2, "align"),
+        "states alone": lambda: sim.states(3, 0, "align"),
+    }
+
+    def make(name: str) -> Any:
+        options = {"mamba_cache_mode": "align"} if name in STATES else {}
+        options |= {"prefix_cache_retention_interval": 4 * BLOCK, "max_num_batched_tokens": 4 * BLOCK}
+        options |= {"specs": models[name](), "blocks": 128, "extra": {"checkpoint_tokens": 4 * BLOCK}}
+        return tuple(publishing(each, **options) for each in ("one", "two"))
+
+    return make
+
+
+@pytest.fixture
+def report(prompt: Any, idle: Any) -> Any:
+    """`report(engine)` lets it publish what it has saved: verdicts come with a step, and events with the one after."""
+    numbers = itertools.count()
+
+    def run(engine: Any) -> None:
+        scheduler, end = engine.connector._scheduler, time.monotonic() + 30
+        while scheduler._saves.waiting or scheduler.events._shipped:
+            assert time.monotonic() < end, "the verdicts do not come"
+            engine.generate(prompt(9), name=f"report {next(numbers)}")
+        engine.generate(prompt(9), name=f"report {next(numbers)}")
+        idle()
+
+    return run
+
+
+def known_blocks(engine: Any) -> dict[tuple[int, Any], Any]:
+    """Return the host's blocks that a router knows which follows the groups, with the event that named each.
+
+    Several blocks of the engine are cached together if groups have blocks of different sizes, and may be in several
+    cached blocks. As vLLM asks of routers, this one counts.
+    """
+    known: dict[tuple[int, Any], list[Any]] = {}
+    sizes = {event.block_size for event in engine.published if type(event).__name__ == "BlockStored"}
+    for event in of(engine.published, "CPU"):
+        for name in event.block_hashes:
+            if type(event).__name__ == "BlockStored":
+                known.setdefault((event.group_idx, name), []).append(event)
+                assert len(sizes) > 1 or len(known[event.group_idx, name]) == 1, "stored twice"
+            elif len(known[event.group_idx, name]) == 1:
+                del known[event.group_idx, name]
+            else:
+                known[event.group_idx, name].pop()
+    return {place: events[0] for place, events in known.items()}
+
+
+def loadable(engine: Any, request: Any) -> int:
+    """Return how many tokens of a request such a router expects the engine to load."""
+    from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
+
+    known, unit = known_blocks(engine), engine.scheduler.kv_cache_manager.block_pool.hash_block_size
+    names = [maybe_convert_block_hash(each) for each in request.block_hashes]
+    groups = {each.group_idx: each for each in engine.published if type(each).__name__ == "BlockStored"}
+    step, found = max(each.block_size for each in groups.values()), 0
+    for end in range(step, request.num_tokens, step):
+        for number, facts in groups.items():
+            size, window = facts.block_size, facts.kv_cache_spec_sliding_window
+            first = max(0, end - window + 1) if window else end - size if facts.kv_cache_spec_kind == "mamba" else 0
+            ends = range(first // size * size + size, end + 1, size)
+            if any((number, names[at // unit - 1]) not in known for at in ends):
+                break
+        else:
+            found = end
+    return found
+
+
+@pytest.mark.parametrize("salt", [None, "tenant"])
+@pytest.mark.parametrize("name", GROUPS)
+def test_blocks_of_several_groups_are_described_as_on_the_device(
+    grouped: Any, prompt: Any, report: Any, name: str, salt: str | None
+) -> None:
+    """But for the tokens: on the device, events of windows and states have tokens of blocks that they do not name."""
+    from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
+
+    (one, two), tokens = grouped(name), prompt(8 * BLOCK + 9)
+    request = one.add("r", tokens, cache_salt=salt)
+    one.run()
+    report(one)
+    two.generate(tokens, cache_salt=salt)
+    assert loadable(one, request) == loadable(two, request) == 8 * BLOCK
+    differ = {"medium", "block_hashes", "parent_block_hash", "token_ids", "extra_keys"}
+    device: dict[Any, Any] = {}
+    for event in of(one.published, "GPU"):
+        facts = {field: getattr(event, field) for field in event.__struct_fields__ if field not in differ}
+        for at, each in enumerate(event.block_hashes):
+            device[event.group_idx, each] = facts | {"extra_keys": event.extra_keys[at]}
+    unit = one.scheduler.kv_cache_manager.block_pool.hash_block_size
+    hashes = [maybe_convert_block_hash(each) for each in request.block_hashes]
+    for (group, each), event in [*known_blocks(one).items(), *known_blocks(two).items()]:
+        at, size = event.block_hashes.index(each), event.block_size
+        facts = {field: getattr(event, field) for field in event.__struct_fields__ if field not in differ}
+        assert facts | {"extra_keys": event.extra_keys[at]} == device[group, each]
+        end = (hashes.index(each) + 1) * unit
+        assert event.token_ids[at * size : (at + 1) * size] == tokens[end - size : end]
+        begin = end - (at + 1) * size
+        assert event.parent_block_hash == (hashes[begin // unit - 1] if begin else None)
+        assert len(event.token_ids) == size * len(event.block_hashes)
     assert one.reset(connector=True)
     one.generate(prompt(5), name="last")
-    removed = [event for event in of(one.published, "CPU") if type(event).__name__ == "BlockRemoved"]
-    assert {(event.group_idx, name) for event in removed for name in event.block_hashes} == host.keys()
+    assert not known_blocks(one)
+
+
+@pytest.mark.parametrize("name", GROUPS)
+def test_a_router_that_knows_the_groups_expects_what_is_loaded(
+    grouped: Any, sim: Any, daemon: Any, prompt: Any, report: Any, name: str
+) -> None:
+    (one, _), tokens = grouped(name), prompt(14 * BLOCK + 9)
+    one.generate(tokens)
+    report(one)
+    hits = []
+    for at, blocks in enumerate((14, 13, 9, 8, 5, 4, 2)):
+        assert one.reset()
+        other = prompt(18 * BLOCK, tokens[: blocks * BLOCK])
+        request = one.add(f"other {at}", other)
+        expected = loadable(one, request)
+        one.run()
+        one.step()
+        assert one.prefills[f"other {at}"][2] == expected
+        hits.append(expected)
+        report(one)
+    assert hits[0] == 14 * BLOCK and 0 < hits[4] < hits[3] <= 8 * BLOCK
+    with AdminClient(daemon.endpoint) as admin:
+        daemon.wait_status(lambda s: not s["pool"]["pinned_bytes"], "no lease")
+        admin.clear()
+    assert one.reset()
+    request = one.add("cleared", tokens)
+    assert loadable(one, request) == 14 * BLOCK
+    one.step()
+    assert loadable(one, request) == 0, "what a lookup does not find is removed"
+    one.run()
+    report(one)
+    assert one.prefills["cleared"] == (len(tokens), 0, 0)
+    assert loadable(one, request) == 14 * BLOCK
+
+
+def test_ends_within_blocks_are_loaded_but_not_published(publishing: Any, sim: Any, prompt: Any, report: Any) -> None:
+    """A router does not know their parents, which are hashes within larger blocks."""
+    if not sim.HAS_GROUPS:
+        pytest.skip("before vLLM 0.32, engines with several groups are declined")
+    specs = sim.full(2, 4 * BLOCK) | sim.states(3, 2, "align", block=4 * BLOCK)
+    options = {"specs": specs, "mamba_cache_mode": "align", "block_size": 4 * BLOCK, "prefix_match_unit": BLOCK}
+    one, two = (publishing(name, extra={"block_size": 0}, **options) for name in ("one", "two"))
+    tokens = prompt(11 * BLOCK + 5)
+    one.generate(tokens)
+    report(one)
+    two.generate(tokens)
+    assert two.prefills["r0"] == (5, 0, 11 * BLOCK)
+    for engine in (one, two):
+        named = {(group, event.block_size) for (group, _), event in known_blocks(engine).items()}
+        assert (0, 4 * BLOCK) in named and {size for _, size in named} == {4 * BLOCK}

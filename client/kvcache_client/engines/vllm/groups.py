@@ -20,7 +20,7 @@ from kvcache_proto.types import FULL, MAX_GROUPS, MAX_WINDOW_BLOCKS, SUFFIX, Gro
 # Subclasses of served kinds with other needs, and kinds that do not have blocks for all tokens.
 _NOT_SERVED = {"RSWASpec", "SinkFullAttentionSpec", "HiddenStateCacheSpec"}
 _KINDS = ("FullAttentionSpec", "SlidingWindowSpec", "ChunkedLocalAttentionSpec", "MambaSpec")
-_STATE = "MambaSpec"
+STATE = "MambaSpec"
 
 
 class Member(NamedTuple):
@@ -86,18 +86,18 @@ def unsupported_groups(vllm_config: Any, kv_cache_config: Any) -> str:
             f"{names(groups)}: before vLLM 0.32, a load that fails ends an engine with other groups than one of full "
             "attention"
         )
-    members = sorted(_members(kv_cache_config), key=lambda member: member.kind != _KINDS[0])
+    members = sorted(members_of(kv_cache_config), key=lambda member: member.kind != _KINDS[0])
     if not members:
         return "no KV cache group takes part in vLLM's prefix caching"
     if compat.reads_next_token(vllm_config) and members[0].kind != _KINDS[0]:
         return f"a drafter that reads the next token, beside {names(groups)} without full attention"
     hashed = hash_tokens(kv_cache_config)
     for member in members:
-        if member.kind == _STATE and str(getattr(member.spec, "mamba_cache_mode", "none")) != "align":
+        if member.kind == STATE and str(getattr(member.spec, "mamba_cache_mode", "none")) != "align":
             return "states at block boundaries only exist with --mamba-cache-mode align"
         if member.block_tokens % hashed:
             return f"hashes of {hashed} tokens for blocks of {member.block_tokens}"
-        if members[0].kind == _STATE and member.block_tokens != hashed:
+        if members[0].kind == STATE and member.block_tokens != hashed:
             return f"states of {member.block_tokens} tokens with hashes of {hashed}, and no full attention"
     return ""
 
@@ -114,15 +114,15 @@ def boundary_tokens(kv_cache_config: Any) -> int:
 def ends_within_blocks(kv_cache_config: Any) -> bool:
     """Return True if hits may end within a block: if there are full attention and states, of larger blocks than those
     of hashes. vLLM also allows windows, of blocks as small as those of hashes; they are not served so here."""
-    sizes = {(member.kind, member.block_tokens) for member in _members(kv_cache_config)}
-    states = {size for kind, size in sizes if kind == _STATE}
+    sizes = {(member.kind, member.block_tokens) for member in members_of(kv_cache_config)}
+    states = {size for kind, size in sizes if kind == STATE}
     boundary = boundary_tokens(kv_cache_config)
-    return {kind for kind, _ in sizes} == {_KINDS[0], _STATE} and states == {boundary} != {hash_tokens(kv_cache_config)}
+    return {kind for kind, _ in sizes} == {_KINDS[0], STATE} and states == {boundary} != {hash_tokens(kv_cache_config)}
 
 
 def has_states(kv_cache_config: Any) -> bool:
     """Return True if there are states: these exist at few boundaries, and each has to be one of ours."""
-    return any(kind_of(first_spec(group)) == _STATE for group in kv_cache_config.kv_cache_groups)
+    return any(kind_of(first_spec(group)) == STATE for group in kv_cache_config.kv_cache_groups)
 
 
 def writes_early(kv_cache_config: Any) -> bool:
@@ -142,15 +142,19 @@ def merged_groups(kv_cache_config: Any, slot_tokens: int) -> list[Merged]:
     Raises ConfigError for groups that the protocol does not allow.
     """
     found: dict[tuple[str, int, int], list[Member]] = {}
-    for member in sorted(_members(kv_cache_config), key=lambda member: member.kind != _KINDS[0]):
+    for member in sorted(members_of(kv_cache_config), key=lambda member: member.kind != _KINDS[0]):
         found.setdefault((member.kind, member.kept, member.chunk), []).append(member)
     if len(found) > MAX_GROUPS:
         raise ConfigError(f"{len(found)} kinds of KV cache groups: at most {MAX_GROUPS}")
     return [_merge(kind, kept, chunk, tuple(members), slot_tokens) for (kind, kept, chunk), members in found.items()]
 
 
-def group_spec(merged: Merged, slot_tokens: int, shards: int, needs_next_block: bool = False) -> GroupSpec:
+def group_spec(
+    merged: Merged, slot_tokens: int, shards: int, needs_next_block: bool = False, parts: int = 1
+) -> GroupSpec:
     """Return the group with the bytes of its slots; `needs_next_block` applies to a group of full attention.
+
+    Each rank has `parts` of the shards.
 
     A drafter that reads the next token has, for the last token of a slot, KV that depends on the next slot. If the next
     slot is cached, the slot's writer had the same next token, unless two writers of the slot differ in the next one:
@@ -161,7 +165,7 @@ def group_spec(merged: Merged, slot_tokens: int, shards: int, needs_next_block: 
     group = merged.group
     size = sum(table.blocks * member.block_bytes for table, member in zip(group.tables, merged.members, strict=True))
     kind = SUFFIX if group.window_blocks else FULL
-    sizes = size if shards == 1 else (size,) * shards
+    sizes = size if shards == 1 else (size // parts,) * shards
     needs_next_block &= kind == FULL
     return GroupSpec(slot_tokens, sizes, kind, group.window_blocks, group.chunk_blocks, needs_next_block)
 
@@ -186,7 +190,7 @@ def _merge(kind: str, kept: int, chunk: int, members: tuple[Member, ...], slot_t
     window_blocks = chunk_blocks = 0
     if kind == "SlidingWindowSpec":
         window_blocks = max(1, -(-kept // slot_tokens))
-    elif kind == _STATE:
+    elif kind == STATE:
         window_blocks = 1
     elif chunk:
         if chunk % slot_tokens:
@@ -199,15 +203,15 @@ def _merge(kind: str, kept: int, chunk: int, members: tuple[Member, ...], slot_t
     tables = []
     for member in members:
         blocks = slot_tokens // member.block_tokens
-        if kind == _STATE:
+        if kind == STATE:
             blocks = 1
         elif kept and window_blocks == 1:  # only the end of a slot is ever read
             blocks = min(blocks, -(-kept // member.block_tokens))
         tables.append(Table(member.number, member.block_tokens, blocks))
-    return Merged(Group(tuple(tables), window_blocks, chunk_blocks, kept, chunk, kind == _STATE), members)
+    return Merged(Group(tuple(tables), window_blocks, chunk_blocks, kept, chunk, kind == STATE), members)
 
 
-def _members(kv_cache_config: Any) -> Iterator[Member]:
+def members_of(kv_cache_config: Any) -> Iterator[Member]:
     """Yield the groups that take part in vLLM's prefix caching."""
     pages = compat.page_bytes(kv_cache_config)
     for number, group in enumerate(kv_cache_config.kv_cache_groups):

@@ -17,6 +17,7 @@ from msgspec.structs import replace
 
 from kvcache_client.engines.vllm import compat
 from kvcache_client.engines.vllm.groups import (
+    STATE,
     Merged,
     boundary_tokens,
     ends_within_blocks,
@@ -24,7 +25,9 @@ from kvcache_client.engines.vllm.groups import (
     group_spec,
     hash_tokens,
     is_plain,
+    kind_of,
     layer_specs,
+    members_of,
     merged_groups,
     names,
     unsupported_groups,
@@ -146,17 +149,24 @@ def kv_layout(kv_cache_config: Any, runtime_facts: RuntimeFacts) -> str:
 
 def unsupported_by_head(vllm_config: Any, kv_cache_config: Any, layout: str) -> str:
     """Return the reason that heads cannot be shards, "" if they can. Not for MLA, which has one head."""
-    spec, parallel = layer_spec(kv_cache_config), vllm_config.parallel_config
+    parallel, specs = vllm_config.parallel_config, [layer_spec(kv_cache_config)]
     if not is_plain(kv_cache_config):
-        return "the model has other KV cache groups than one of full attention"
+        specs = [member.spec for member in members_of(kv_cache_config)]
+        if any(kind_of(spec) == STATE for spec in specs):
+            return "states have no KV heads"
     if context_parallelism(vllm_config, kv_cache_config).number > 1:
         return "context parallelism spreads the tokens of a block over ranks"
     if layout not in HEAD_MAJOR:
         return f"the KV layout is {layout or 'not known'}, in which the heads of a token are together"
-    heads = int(spec.num_kv_heads)
-    page = int(spec.page_size_bytes)
-    if page % heads or page != int(getattr(spec, "real_page_size_bytes", page)):
-        return "blocks hold more than the KV of each head"
+    heads = int(specs[0].num_kv_heads)
+    if {int(spec.num_kv_heads) for spec in specs} != {heads}:
+        return "KV cache groups have different numbers of KV heads"
+    for spec in specs:
+        page = int(spec.page_size_bytes)
+        if page % heads or page != int(getattr(spec, "real_page_size_bytes", page)):
+            return "blocks hold more than the KV of each head"
+    if len(specs) > 1 and len({stride / page for page, stride in compat.page_strides(kv_cache_config)}) > 1:
+        return "the heads of KV cache groups are not evenly spaced"
     total = int(vllm_config.model_config.get_total_num_kv_heads())
     held = heads * int(parallel.tensor_parallel_size) // _replicas(vllm_config, kv_cache_config)
     if held != total:
@@ -250,7 +260,7 @@ def namespace_spec(
         "quantization": str(model.quantization),
         "kv_dtype": str(cache.cache_dtype),
         "layout": kv_layout(kv_cache_config, runtime_facts),
-        "group": _describe_all(merged) or _describe(layer_spec(kv_cache_config), by_head),
+        "group": _describe_all(merged, split) or _describe(layer_spec(kv_cache_config), by_head),
         "block": f"{block_tokens}x{blocks_per_slot}"
         + (f" by {hash_tokens(kv_cache_config)}" if merged and ends_within_blocks(kv_cache_config) else ""),
         "shards": "heads" if by_head else str(split.number),
@@ -277,7 +287,7 @@ def namespace_spec(
     needs_next_block = len(merged) > 1 and compat.reads_next_token(vllm_config)
     if needs_next_block:  # an engine set to keep the last block of a hit does not share blocks with others
         identity["draft"] += ", followed"
-    groups = [group_spec(each, tokens, split.number, needs_next_block) for each in merged]
+    groups = [group_spec(each, tokens, split.number, needs_next_block, split.parts) for each in merged]
     if not groups:
         block_bytes = rank_block_bytes(kv_cache_config) * blocks_per_slot
         shard_bytes = block_bytes if split.number == 1 else (block_bytes // split.parts,) * split.number
@@ -400,14 +410,14 @@ def _describe(first: Any, by_head: bool = False) -> str:
     return f"{type(first).__name__} {' '.join(f'{name}={getattr(first, name)!s}' for name in names)}"
 
 
-def _describe_all(merged: Sequence[Merged]) -> str:
+def _describe_all(merged: Sequence[Merged], split: Shards) -> str:
     """Describe several groups: the contents of their slots, in their order. Equal members are counted."""
     said = []
     for group, members in merged:
         tables: dict[str, int] = {}
         for table, member in zip(group.tables, members, strict=True):
-            size = f"{member.block_bytes} bytes per {member.block_tokens} x {table.blocks}"
-            line = f"{len(member.layers)} x {_describe(member.spec)} {size}"
+            size = f"{member.block_bytes // split.parts} bytes per {member.block_tokens} x {table.blocks}"
+            line = f"{len(member.layers)} x {_describe(member.spec, split.by_head)} {size}"
             tables[line] = tables.get(line, 0) + 1
         said.append(f"window {group.kept} " * bool(group.kept) + ", ".join(f"{n} of {x}" for x, n in tables.items()))
     return _shortened("; ".join(said))

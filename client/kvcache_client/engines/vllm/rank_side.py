@@ -63,8 +63,8 @@ class RankSide(Side):
             for merged in setup.groups
         ]
         if groups:
-            block_bytes = setup.spec.groups[0].shards[0] // (setup.per_slot * setup.block_tokens)
-            block_bytes *= hash_tokens(kv_cache)
+            block_bytes = setup.split.parts * setup.spec.groups[0].shards[0]
+            block_bytes = block_bytes // (setup.per_slot * setup.block_tokens) * hash_tokens(kv_cache)
         else:
             block_bytes = rank_block_bytes(kv_cache)
         facts = RankFacts(block_bytes, setup.per_slot, has_experts(setup.vllm), groups, setup.stages > 1)

@@ -95,8 +95,8 @@ class SchedulerSide(Side):
             tokens, per_slot = hash_tokens(kv_cache), per_slot * tokens // hash_tokens(kv_cache)
             table_tokens = [int(first_spec(group).block_size) for group in kv_cache.kv_cache_groups]
         if setup.wants_events:
-            tables = setup.groups[0].group.tables if setup.groups else (Table(0, tokens, per_slot),)
-            self._events = HostEvents(kv_cache, tables, tokens)
+            tables = [merged.group.tables for merged in setup.groups] or [(Table(0, tokens, per_slot),)]
+            self._events = HostEvents(kv_cache, tables, tokens, per_slot)
         why_eager = ""
         if setup.groups:
             why_eager = "one KV cache group of full attention"
