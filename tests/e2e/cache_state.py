@@ -10,9 +10,9 @@ BLOCK_BYTES = 4 * 2 * 2 * 32 * BLOCK * 4  # of conftest.py's model
 HELD = ("leases", "reservations", "pinned_bytes", "blocks_writing", "blocks_hidden", "blocks_quarantined")
 
 
-def full(prompts: Sequence[Sequence[int]]) -> int:
-    """Return how many blocks the prompts may hit: of each, one token at least is computed."""
-    return sum((len(prompt) - 1) // BLOCK for prompt in prompts)
+def full(prompts: Sequence[Sequence[int]], left: int = 0) -> int:
+    """Return how many blocks the prompts may hit, except `left` tokens of each, and prompts of a single block."""
+    return sum((len(prompt) - left) // BLOCK for prompt in prompts if len(prompt) > BLOCK)
 
 
 def wait_idle(daemon: Any, engine: Any = None) -> dict[str, Any]:
