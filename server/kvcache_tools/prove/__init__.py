@@ -76,8 +76,9 @@ class Engine:
 
     def __init__(self, name: str, folder: Path, ranks: int) -> None:
         # On a CPU, vLLM would leave another core to an engine with a connector: other threads, other last bits.
-        environment = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"} | engine_environment(folder, ranks)
-        self.process = EngineProcess(name, folder, environment)
+        # Threads of torch that have drawn random weights do not survive a fork.
+        environment = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
+        self.process = EngineProcess(name, folder, environment | engine_environment(folder, ranks))
 
     def start(self, options: Mapping[str, Any]) -> EngineFacts:
         return EngineFacts(*self.process.call("start", **options))
@@ -224,6 +225,8 @@ class Proof:
     def _result(self, alone: Engine, case: Case, saved: Answer | None, loaded: Answer, draw: Draw) -> Result:
         """Let an engine without the connector answer what others have answered."""
         boundary = loaded.cached
+        if boundary == len(case.prompt):  # an engine's own hits leave the last token
+            boundary = (boundary - 1) // self.sizes.block * self.sizes.block
         computed, device, other = alone.ask(case.prompt), None, None
         more: list[Answer] = []
         if boundary:
@@ -237,7 +240,7 @@ class Proof:
                 if device is not None and first_difference(device, loaded) is None:
                     break  # else, what other answers does the engine itself give?
             other = alone.ask(draw.others(case.prompt[:boundary]) + case.prompt[boundary:])
-        most = loadable(case, self.sizes)
+        most = max(loadable(case, self.sizes), loaded.cached)  # hits may end within a block, or at the end of all
         result = Result(case.name, len(case.prompt), most, saved, loaded, computed, device, other, more)
         return replace(result, more=[*more, alone.ask(case.prompt)]) if differs(result) else result
 

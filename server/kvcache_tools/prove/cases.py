@@ -99,5 +99,5 @@ def fills(case: Case, boundary: int, draw: Draw) -> list[list[int]]:
 
 
 def loadable(case: Case, sizes: Sizes) -> int:
-    """Return the tokens of the longest hit: whole blocks, and one token at least is computed."""
+    """Return the tokens of whole blocks before the last token."""
     return (len(case.prompt) - 1) // sizes.cached * sizes.cached
