@@ -19,6 +19,7 @@ from kvcache_server.core.sessions import Namespace, RequestLookups, Session
 from kvcache_server.core.tiers import Tiers
 
 MOST_RECLAIMED = 1 << 16  # blocks examined per reclaim: some milliseconds
+MOST_TAILS = 16
 MOST_NAMED = 1 << 11  # leases and references examined per reclaim, together
 
 
@@ -119,12 +120,16 @@ class Lookups:
         self, session: Session, request: m.Acquire, group: Group, chain: list[Block], least: int
     ) -> tuple[int, list[Block], list[Block]] | None:
         """Return the number of the longest tail after which the engine may continue, the blocks of the full group up to
-        it, and those of the suffix groups; None if there is none after `least` blocks or more. O(tails)."""
+        it, and those of the suffix groups; None if there is none after `least` blocks or more.
+
+        Examines the MOST_TAILS longest ones that are cached: each takes time in proportion to the blocks before it.
+        """
         tails, per_block, pins = request.tails, request.tails_per_block, session.engine.pins
-        for at in range(min(len(tails), (len(chain) + 1) * per_block) - 1, least * per_block - 1, -1):
-            if (tail := group.visible.get(tails[at])) is None:
-                continue
-            count = at // per_block
+        visible, suffixes = group.visible, [suffix.visible for suffix in group.suffixes]
+        longest_first = range(min(len(tails), (len(chain) + 1) * per_block) - 1, least * per_block - 1, -1)
+        cached = [at for at in longest_first if tails[at] in visible and all(tails[at] in each for each in suffixes)]
+        for at in islice(cached, MOST_TAILS):
+            tail, count = visible[tails[at]], at // per_block
             path = [*chain[:count], tail]
             if tail.parent is not (chain[count - 1] if count else group.root):
                 continue
