@@ -25,10 +25,12 @@ FEWER = {"num_hidden_layers": 8, "num_experts": 16, "vocab_size": 4096}
 OPTIONS = {
     "dtype": "bfloat16",
     "load_format": "dummy",
-    "block_size": None,
+    "block_size": 128,  # vLLM raises it to 1,152, a multiple of both units
+    "mamba_ssm_cache_dtype": "float32",
     "max_model_len": 32768,
     "max_num_batched_tokens": 4096,
-    "gpu_memory_utilization": 0.2,
+    "gpu_memory_utilization": 0.1,
+    "kv_cache_memory_bytes": 4 << 30,
     "enable_prefix_caching": True,
     "mamba_cache_mode": "align",
     "gdn_prefill_backend": "triton",  # FlashInfer is a package of its own
