@@ -18,6 +18,8 @@ from kvcache_client.settings import CHECKPOINT_TOKENS, CHECKPOINT_TOKENS_ALONE
 from kvcache_client.step_plan import LoadJob
 from kvcache_proto.types import FULL, MAX_HASHES, REF_BYTES, GroupSpec
 
+_COMPLEMENT = bytes(range(255, -1, -1))  # a table for `bytes.translate`
+
 
 class Found(NamedTuple):
     """The slots that a lookup has returned and leased."""
@@ -186,7 +188,7 @@ class HybridGroups(FullAttention):
             return (), 0
         names, step = list(request.hashes[: most + self.volatile]), self.blocks_per_slot
         if self.volatile:
-            names[step - 1 :: step] = [_complement(name) for name in names[step - 1 :: step]]
+            names[step - 1 :: step] = [name.translate(_COMPLEMENT) for name in names[step - 1 :: step]]
         else:
             names.insert(0, bytes(len(names[0])))
         return names, step
@@ -196,7 +198,7 @@ class HybridGroups(FullAttention):
         if at > len(request.hashes):
             return b""
         name = request.hashes[at - 1]
-        return _complement(name) if self.volatile and at % self.blocks_per_slot == 0 else name
+        return name.translate(_COMPLEMENT) if self.volatile and at % self.blocks_per_slot == 0 else name
 
     def names(self, request: RequestView, start: int, end: int, tail: int = 0) -> Sequence[bytes]:
         whole = super().names(request, start, end)
@@ -355,7 +357,3 @@ def _by_end(offers: Sequence[tuple[int, int, int]]) -> dict[int, dict[int, int]]
     for table, block, tokens in offers:
         found.setdefault(tokens, {})[table] = block
     return found
-
-
-def _complement(name: bytes) -> bytes:
-    return bytes(255 - each for each in name)
