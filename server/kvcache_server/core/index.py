@@ -13,7 +13,7 @@ that no two uses have the same time.
 
 from __future__ import annotations
 
-import heapq
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -30,17 +30,16 @@ HIDDEN = -1  # `queued`: WRITING, or READY below a block that is not visible
 UNQUEUED = 0  # `queued`: visible, and not in the order of its account
 GONE = -1  # `pins`: removed, but possibly still in a heap, whose keys must not change
 CLASSES, CLASS_MASK, OFTEN = 3, 3, 2  # OFTEN is the class of blocks requested more than twice
-NEXT_TICK = 4  # the smallest difference between two times, in ticks
+PACE_MASK = 127 << 2
+NEXT_TICK = 1 << 9  # the smallest difference between two times, in ticks
 TICKS_PER_SECOND = NEXT_TICK << 20
+LOW = NEXT_TICK - 1  # class and pace
 FIRST_TICK = 1 << 59  # the tick at 0 s; those of older releases are smaller, and only their order has a meaning
 EVICT_FIRST = NEXT_TICK  # the tick of a block that is evicted before all others
-NO_LEAF, NOT_RANKED = 1 << 62, 0  # special values of `Order.coldest`
-SPARE = 1024  # stale entries of an order that are tolerated
 _DESCENTS = 16  # most levels that a walk descends before a visit
-_SWEPT = 8  # entries of an order that are moved per change
 
 
-class Block(msgspec.Struct, gc=False, order=True):
+class Block(msgspec.Struct, gc=False, eq=False):
     """One cached block. There may be millions, so it has no GC header, and siblings are linked to each other.
 
     `queued` is first, because the heap compares blocks by it: the block's tick in the order of its account, UNQUEUED if
@@ -77,6 +76,8 @@ class Block(msgspec.Struct, gc=False, order=True):
         self.parent, self.prev, self.next = parent, None, parent.child
         if parent.child is not None:
             parent.child.prev = self
+        elif parent.queued > UNQUEUED:
+            parent.account.take(parent)
         parent.child = self
 
     def unlink(self) -> None:
@@ -112,9 +113,26 @@ class Block(msgspec.Struct, gc=False, order=True):
 
 
 def later(one: int, other: int) -> int:
-    """Return the later time and the higher class of two ticks."""
-    cls = max(one & CLASS_MASK, other & CLASS_MASK)
-    return max(one, other) & ~CLASS_MASK | cls
+    """Return the tick of a block with the tick `one` whose last child, with the tick `other`, is gone: the later time,
+    the higher class, and the pace of the last two requests for either."""
+    cls, pace, its = max(one & CLASS_MASK, other & CLASS_MASK), one & PACE_MASK, other & PACE_MASK
+    if not pace:
+        pace = its
+    elif other & CLASS_MASK and 0 < its < pace:
+        pace = its
+    if other & CLASS_MASK and min(one, other) > FIRST_TICK and abs(one - other) >= SHORTEST:
+        apart = pace_of(abs(one - other)) << 2
+        pace = min(pace or apart, apart)
+    return max(one, other) & ~LOW | pace | cls
+
+
+PACES = [0.0, *(2 ** (at / 4 - 6) for at in range(112))]  # seconds between two requests, by `Block.pace`; 0: unknown
+SHORTEST = TICKS_PER_SECOND // 20  # between two requests
+
+
+def pace_of(ticks: int) -> int:
+    """Return the pace of requests that are `ticks` apart."""
+    return min(max(int(4 * math.log2(ticks / TICKS_PER_SECOND) + 25.5), 1), 112) if ticks > 0 else 1
 
 
 class BottomUp:
@@ -158,74 +176,6 @@ class BottomUp:
 
 
 @dataclass(eq=False, slots=True)
-class Order:
-    """The leaves of one class of an account, in the order in which they are evicted.
-
-    A block that is removed while it is in the order leaves a stale entry. If there are many, `_sweep` moves the order
-    to another heap, a few entries per change, and drops the stale ones. So there are fewer of them than other entries
-    plus SPARE, and the time of a change does not depend on the number of entries.
-
-    `entry` is its entry in the ranking of orders. `coldest` is the tick of its coldest leaf there; NO_LEAF if it had
-    none, NOT_RANKED if a colder one makes no difference.
-    """
-
-    heap: list[Block] = field(default_factory=list)
-    swept: list[Block] = field(default_factory=list)  # the heap being moved into `heap`
-    stale: int = 0  # entries of both whose blocks were removed
-    coldest: int = NO_LEAF
-    entry: tuple[float, int, int, Order, Account, int] | None = None
-
-    def head(self) -> Block | None:
-        """Return the least recently used leaf, or None; a use of a removed descendant counts. Leaves whose class has
-        changed move to the order of their class."""
-        while True:
-            if self.stale:
-                self.sweep()
-            heap = self._colder() if self.swept else self.heap
-            if not heap:
-                return None
-            block = heap[0]
-            if block.tick == block.queued and not block.pins and block.child is None:
-                return block
-            heapq.heappop(heap)
-            if block.pins == GONE:
-                self.stale -= 1
-            else:
-                block.queued = UNQUEUED
-                block.account.enter(block)  # does nothing if the block is in use
-
-    def coldest_entries(self, most: int) -> list[Block]:
-        """Return about `most` of the coldest entries, some perhaps stale or no longer leaves. O(most log most)."""
-        # The smallest entries of a heap are nearly all at its top.
-        return sorted(self.heap[: 2 * most] + self.swept[: 2 * most])[:most]
-
-    def pop(self) -> Block:
-        """Remove and return the head. Call it only right after `head`, which has returned this block."""
-        block = heapq.heappop(self._colder() if self.swept else self.heap)
-        block.queued = UNQUEUED
-        return block
-
-    def _colder(self) -> list[Block]:
-        """Return the heap with the coldest leaf."""
-        if self.swept and (not self.heap or self.swept[0] < self.heap[0]):
-            return self.swept
-        return self.heap
-
-    def sweep(self) -> None:
-        """Start to move the order to a new heap if a third of it is stale, or continue to move it."""
-        if not self.swept:
-            if self.stale <= SPARE // 2 + len(self.heap) // 3:
-                return
-            self.heap, self.swept = [], self.heap
-        for _ in range(min(_SWEPT, len(self.swept))):
-            block = self.swept.pop()  # a heap without its last entry is a heap
-            if block.pins == GONE:
-                self.stale -= 1
-            else:
-                heapq.heappush(self.heap, block)
-
-
-@dataclass(eq=False, slots=True)
 class Share:
     """The share of one engine in one namespace, all groups together: its blocks, and its bounds.
 
@@ -245,43 +195,41 @@ class Share:
 
 
 class Account:
-    """The blocks that one engine stored in one group, as a part of its share of the pool: the orders in which its
-    leaves are evicted, one per class."""
+    """The blocks that one engine stored in one group, as a part of its share of the pool. `leaves` are those that may
+    be evicted, in no order, and some that are in use: they leave when they are looked at."""
 
-    __slots__ = ("engine", "group", "news", "orders", "share")
+    __slots__ = ("engine", "group", "leaves", "share")
 
     def __init__(self, share: Share, group: Group) -> None:
         self.engine = share.engine
         self.share = share
         self.group = group
-        self.news: list[tuple[Account, Order]] = []  # orders that have another coldest leaf; all accounts share it
-        self.orders = tuple(Order() for _ in range(CLASSES))
+        self.leaves: list[Block] = []
 
     def enter(self, block: Block) -> None:
-        """Add `block` to the order of its class if it may be evicted and is in no order yet."""
+        """Add `block` to the leaves if it may be evicted and is not among them yet."""
         if block.queued == UNQUEUED and block.child is None and not block.pins and block.parent is not None:
-            block.queued = tick = block.tick
-            order = self.orders[tick & CLASS_MASK]
-            heapq.heappush(order.heap, block)
-            if tick < order.coldest:
-                order.coldest = NOT_RANKED
-                self.news.append((self, order))
+            self.leaves.append(block)
+            block.queued = len(self.leaves)
+
+    def take(self, block: Block) -> None:
+        """Remove `block` from the leaves."""
+        last, at = self.leaves.pop(), block.queued
+        if last is not block:
+            self.leaves[at - 1], last.queued = last, at
+        block.queued = UNQUEUED
 
     def leave(self, block: Block) -> None:
-        """Mark `block` as removed; its entry in an order, if any, is stale."""
+        """Mark `block` as removed."""
         block.pins = GONE
         if block.queued > UNQUEUED:
-            order = self.orders[block.queued & CLASS_MASK]
-            order.stale += 1
-            order.sweep()
+            self.take(block)
 
     def entries(self) -> list[Block]:
-        return [block for order in self.orders for block in (*order.heap, *order.swept)]
+        return self.leaves
 
     def clear(self) -> None:
-        self.news = []
-        for order in self.orders:
-            order.heap, order.swept, order.stale, order.entry = [], [], 0, None
+        self.leaves = []
 
 
 TAG_BYTES = 5

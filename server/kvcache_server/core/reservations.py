@@ -21,6 +21,7 @@ from kvcache_server.core.index import (
     EVICT_FIRST,
     GONE,
     HIDDEN,
+    PACE_MASK,
     Account,
     Block,
     BottomUp,
@@ -207,6 +208,8 @@ class Reservations:
             return Refusal.QUOTA, None
         eviction = self._eviction
         cls, declined = self._classes.get(block_hash, 0), eviction.declined
+        if not cls & PACE_MASK and parent.child is None:
+            cls |= parent.tick & PACE_MASK  # a prompt that goes on keeps its pace
         parent.pins += 1  # it must not be evicted for its own child
         try:
             # Without the suffix groups' blocks, the existing block of the full group would be of no use.

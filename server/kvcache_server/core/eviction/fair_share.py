@@ -5,10 +5,12 @@ Every live share has one, so that its blocks stay cached for long enough to show
 
 from __future__ import annotations
 
+import heapq
+from operator import attrgetter
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 
-from kvcache_server.core.index import Account, Block, Order, Share
+from kvcache_server.core.index import Account, Block, Share
 
 _FLOOR = 1 / 32  # of an even split
 
@@ -17,7 +19,6 @@ class FairShare:
     def __init__(self, capacity: int, namespace_floor: float) -> None:
         self._capacity = capacity
         self._accounts: list[Account] = []
-        self.news: list[tuple[Account, Order]] = []
         self.set_limits(namespace_floor)
 
     def set_limits(self, namespace_floor: float) -> None:
@@ -41,11 +42,10 @@ class FairShare:
         accounts from number `start` on, then those before it. Some leaves may be gone already."""
         accounts = self._accounts
         numbers = ((start + each) % len(accounts) for each in range(len(accounts)))
-        return ((at, leaf) for at in numbers for order in accounts[at].orders for leaf in order.coldest_entries(most))
+        return ((at, leaf) for at in numbers for leaf in heapq.nsmallest(most, accounts[at].leaves[: 8 * most], attrgetter('tick')))
 
     def join(self, account: Account) -> None:
         self._accounts.append(account)
-        account.news = self.news
         self.set_floors()
 
     def prune(self) -> list[Account]:

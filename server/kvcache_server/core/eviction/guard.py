@@ -6,13 +6,16 @@ been learned from requests that have changed since, or from too few of them.
 
 from __future__ import annotations
 
-import math
 from collections import OrderedDict
 from collections.abc import Collection
+from typing import Any
 
-from kvcache_server.core.eviction.worth import BINS, Worths, bin_of, one_off
-from kvcache_server.core.index import CLASS_MASK, CLASSES, Share
+import random
 
+from kvcache_server.core.eviction.worth import Worths, one_off
+from kvcache_server.core.index import CLASS_MASK, Share
+
+SAMPLE = 32
 PROMPTS = 4  # by which one must lead before the pool switches to it: most prompts hit, or miss, as a whole
 _SMOOTH = 256  # lookups over which the mean size of prompts is taken
 
@@ -28,8 +31,9 @@ class Guard:
         self._worths = worths
         self._by_age: OrderedDict[bytes, Share] = OrderedDict()
         self._once: dict[Share, OrderedDict[bytes, None]] = {}  # blocks in it that were requested once
-        self._by_worth: dict[bytes, tuple[int, Share]] = {}
-        self._orders: list[OrderedDict[bytes, None]] = [OrderedDict() for _ in range(CLASSES)]
+        self._by_worth: dict[bytes, list[Any]] = {}  # tick, pace, share, position in `_names`
+        self._names: list[bytes] = []
+        self._random = random.Random(1)
         self.by_age = False
         self.lead = 0.0
         self._prompt = 1.0  # sampled blocks per lookup
@@ -46,19 +50,18 @@ class Guard:
 
     def asked(self, name: bytes, tick: int, now: int, share: Share) -> None:
         """Look a block up in both caches, and store it if it is not there; see Monitor.asked."""
-        cls = tick & CLASS_MASK
         old = self._drop_by_age(name)
         self._by_age[name] = share
-        if not cls:
+        if not tick & CLASS_MASK:
             self._once.setdefault(share, OrderedDict())[name] = None
         while len(self._by_age) > self._slots:
             self._drop_by_age(self._oldest())
-        entry = self._by_worth.pop(name, None)
+        entry = self._by_worth.get(name)
         if entry is not None:
-            del self._orders[entry[0] & CLASS_MASK][name]
-        if entry is not None or self._make_room(cls, now, share):
-            self._by_worth[name] = tick, share
-            self._orders[cls][name] = None
+            entry[:2] = tick, share
+        elif self._make_room(tick, now, share):
+            self._by_worth[name] = [tick, share, len(self._names)]
+            self._names.append(name)
         most = PROMPTS * self._prompt
         self.lead = min(max(self.lead + old - (entry is not None), 0.0), most)
         if self.lead == (0.0 if self.by_age else most):
@@ -81,30 +84,26 @@ class Guard:
                 return next(iter(names))
         return next(iter(self._by_age))
 
-    def _make_room(self, cls: int, now: int, share: Share) -> bool:
-        """Evict the blocks that are worth least; return False if that is the new block."""
-        table, entries = self._worths.table, self._by_worth
-        while len(entries) >= self._slots:
-            least, victim, of = math.inf, b"", 0
-            for order_cls, order in enumerate(self._orders):
-                if order:
-                    name = next(iter(order))
-                    tick, owner = entries[name]
-                    worth = table[order_cls * BINS + bin_of(now - tick)]
-                    if order_cls == 0:
-                        worth *= owner.factor
-                    if worth < least:
-                        least, victim, of = worth, name, order_cls
-            new = table[cls * BINS]
-            if (new if cls else new * share.factor) < least:
+    def _make_room(self, tick: int, now: int, share: Share) -> bool:
+        """Evict blocks of a sample that are worth least; return False if that is the new block."""
+        names, entries, worth = self._names, self._by_worth, self._worths.worth
+        while len(names) >= self._slots:
+            some = names if len(names) <= SAMPLE else [names[int(self._random.random() * len(names))] for _ in range(SAMPLE)]
+            least, victim = min((worth(each[0], now, each[1]), each[0], name) for name in some for each in (entries[name],))[::2]
+            if worth(tick, now, share) < least:
                 return False
-            del self._orders[of][victim], entries[victim]
+            self._drop(victim)
         return True
+
+    def _drop(self, name: bytes) -> None:
+        at, last = self._by_worth.pop(name)[2], self._names.pop()
+        if last != name:
+            self._names[at] = last
+            self._by_worth[last][2] = at
 
     def forget(self, shares: Collection[Share]) -> None:
         """Drop the blocks of shares that are gone."""
         for name in [name for name, share in self._by_age.items() if share in shares]:
             self._drop_by_age(name)
-        for name in [name for name, (_, share) in self._by_worth.items() if share in shares]:
-            tick, _ = self._by_worth.pop(name)
-            del self._orders[tick & CLASS_MASK][name]
+        for name in [name for name, entry in self._by_worth.items() if entry[1] in shares]:
+            self._drop(name)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from kvcache_proto import messages as m
 from kvcache_server.core.eviction.monitor import REACH, Monitor
-from kvcache_server.core.eviction.sketch import Sketch, sampled
+from kvcache_server.core.eviction.sketch import Sketch, sampled, time_of
 from kvcache_server.core.eviction.worth import Refresh, Worths
 from kvcache_server.core.index import (
     CLASS_MASK,
@@ -22,6 +22,7 @@ from kvcache_server.core.index import (
     EVICT_FIRST,
     GONE,
     OFTEN,
+    PACE_MASK,
     TICKS_PER_SECOND,
     Account,
     Block,
@@ -76,7 +77,7 @@ class Learner:
         self._asked: list[_Lookup] = []  # the latest ones
         self._waiting = 0  # their hashes
         # The hashes and asks of evicted blocks that are not in the sketch yet, by their group's tag.
-        self._left: dict[bytes, tuple[bytearray, bytearray]] = {}
+        self._left: dict[bytes, tuple[bytearray, bytearray, list[int]]] = {}
         self.wanted: dict[bytes, None] = {}  # hashes of blocks to store regardless of their worth
         self._refreshed = 0  # the tick of the last refresh
         self._missed = 0  # blocks requested and not cached since the last refresh, whether stored then or refused
@@ -145,7 +146,7 @@ class Learner:
             return
         self._note_evicted()
         keyed = self._hasher.of(missed, size, group.tag)
-        classes = self._sketch.ask(keyed, begins)
+        classes = self._sketch.ask(keyed, begins, time_of(self._pool.tick))
         self._expect(missed, size, classes)
         if watches:
             places = [
@@ -156,9 +157,12 @@ class Learner:
             if thin > 1 and places:
                 places = [places[at] for at in sampled(keyed[places], thin)]
             now, asked = self._pool.tick, self.monitor.asked
+            paces = [each.found[-1].tick & PACE_MASK if each.found and each.found[-1].child is None else 0 for each in lookups]
             for at in places[:_MOST_WATCHED]:
                 name = missed[at * size : at * size + size]
-                asked(name, now | classes[at], now, shares[bisect_right(begins, at) - 1])
+                which = bisect_right(begins, at) - 1
+                low = classes[at]
+                asked(name, now | (low if low & PACE_MASK else low | paces[which]), now, shares[which])
 
     def _go_up(self, found: Sequence[Block]) -> None:
         """Move requested blocks up one class.
@@ -204,15 +208,16 @@ class Learner:
         """Remember the class of a block that is evicted."""
         if self._enabled and block.tick != EVICT_FIRST:
             tag = block.account.group.above.tag  # lookups have only the hashes of these
-            hashes, asks = self._left.get(tag) or self._left.setdefault(tag, (bytearray(), bytearray()))
+            hashes, asks, times = self._left.get(tag) or self._left.setdefault(tag, (bytearray(), bytearray(), []))
             hashes += block.hash
             asks.append((block.tick & CLASS_MASK) + 1)
+            times.append(time_of(block.tick))
             if len(asks) >= _MOST_LEFT:
                 self._note_evicted()
 
     def _note_evicted(self) -> None:
-        for tag, (hashes, asks) in self._left.items():
-            self._sketch.put(self._hasher.of(hashes, len(hashes) // len(asks), tag), asks)
+        for tag, (hashes, asks, times) in self._left.items():
+            self._sketch.put(self._hasher.of(hashes, len(hashes) // len(asks), tag), asks, times)
         self._left.clear()
 
     def _resize(self, slots: int, block_tokens: int) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Collection
 
 from kvcache_server.core.eviction.guard import Guard
 from kvcache_server.core.eviction.worth import Worths
-from kvcache_server.core.index import Share
+from kvcache_server.core.index import PACE_MASK, SHORTEST, Share, pace_of
 
 WATCHED, FEWEST = 8192, 1024  # blocks, at most and if possible at least
 STRIDE = 128  # tokens of a prompt between two blocks that may be watched
@@ -58,6 +58,8 @@ class Monitor:
             if last[1].namespace != share.namespace:
                 return
             self._worths.returned(last[0], now, last[1])
+            if not tick & PACE_MASK:
+                tick |= pace_of(now - last[0]) << 2 if now - last[0] >= SHORTEST else last[0] & PACE_MASK
             watched.move_to_end(name)
         while len(watched) > self._room - (last is None) and watched:
             _, (before, owner) = watched.popitem(last=False)

@@ -85,6 +85,7 @@ class Eviction:
         """Learn from lookups, and if there is enough evidence, let the sweeper update the worths. Bound the number of
         blocks that one reservation may evict: it is one step of the daemon."""
         self._left = _MOST_EVICTED
+        self.ranking.expire()
         self.learner.learn()
         if self.learner.due:
             self.learner.begin_to_refresh(self.fair_share.accounts)
@@ -162,7 +163,7 @@ class Eviction:
     def _declines(self, account: Account, cls: int, least: float) -> bool:
         """Return True if a block is worth less than those to be evicted for it, and of no use to a tier; if so, count
         it."""
-        if self.ranking.worth_of_new(account, cls) >= least or (self.tiers and self.tiers.will_store(account, cls)):
+        if self.ranking.worth_of_new(account, cls) >= least or (self.tiers and self.tiers.will_store(account, cls & CLASS_MASK)):
             return False
         self.declined += 1
         return True

@@ -11,11 +11,13 @@ per second. With that hazard only, a block is worth less the older it is, as in 
 
 from __future__ import annotations
 
+import itertools
 import math
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Sequence
 
-from kvcache_server.core.index import CLASS_MASK, CLASSES, TICKS_PER_SECOND, Share
+from kvcache_server.core.index import CLASS_MASK, CLASSES, PACE_MASK, PACES, TICKS_PER_SECOND, Share
 
 BINS = 44  # of age, two for each doubling: the last one begins after a month
 PRIOR_HAZARD = 0.3 * (math.sqrt(2) - 1)  # per bin: the same for all bins, because they widen with age
@@ -31,6 +33,69 @@ WIDTHS = [2 ** ((at + 1) / 2) - 2 ** (at / 2) for at in range(BINS)]  # seconds
 BIN_BEGINS = [math.ceil((2 ** (at / 2) - 1) * TICKS_PER_SECOND) for at in range(BINS)]  # ages in ticks
 _SLICE = 1024  # blocks per slice
 _LAST, _SECONDS = BINS - 1, 1 / TICKS_PER_SECOND
+
+
+# Ages in multiples of the time between the last two requests, at which bins begin.
+RATIOS = [*(at / 8 for at in range(9)), 1.125, 1.25, 1.5, 1.75, 2.0, 2.5, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 32.0, 64.0, 128.0, 256.0, 1024.0]
+BEGINS = [2 ** (at / 2) - 1 for at in range(BINS + 1)]  # seconds
+SHARP, SMOOTH = 20, 0.0005  # how soon the better prediction is followed, and over how many outcomes
+
+
+class Curve:
+    """How soon the blocks of each class return, in bins of age that begin at `begins`, in some unit."""
+
+    def __init__(self, begins: Sequence[float]) -> None:
+        self.begins, self.count = begins, len(begins) - 1
+        self.widths = [after - at for at, after in itertools.pairwise(begins)]
+        size = CLASSES * self.count
+        self.again, self.never = [0.0] * size, [0.0] * size
+        self.tabulate([0.0] * size)
+
+    def bin_of(self, age: float) -> int:
+        return max(min(bisect_right(self.begins, age) - 1, self.count - 1), 0)
+
+    def halve(self) -> None:
+        self.again = [each / 2 for each in self.again]
+        self.never = [each / 2 for each in self.never]
+
+    def tabulate(self, still: Sequence[float]) -> None:
+        n = self.count
+        risks = []
+        for cls in range(CLASSES):
+            risk, reached = [0.0] * n, 0.0
+            for at in range(n - 1, -1, -1):
+                here = cls * n + at
+                reached += self.again[here] + self.never[here] + still[here]
+                risk[at] = reached - still[here] / 2
+            risks.append(risk)
+        common: list[float] = []
+        rate = 0.3
+        for at in range(n):
+            span = math.log((1 + self.begins[at + 1]) / (1 + self.begins[at]))
+            back, reached = sum(self.again[at::n]), sum(each[at] for each in risks)
+            common.append(min((back + PRIOR_BLOCKS * rate * span) / (reached + PRIOR_BLOCKS), 0.95))
+            rate = min(0.3, common[-1] / span)  # ages that few blocks have reached are like those before
+        self.table: list[list[float]] = []
+        self.hazards = []
+        self.returns, self.stays = [], []  # logarithms of the density of a return, and of the probability of none yet
+        for cls, risk in enumerate(risks):
+            again = self.again[cls * n : (cls + 1) * n]
+            hazards = [(back + PRIOR_BLOCKS * base) / (those + PRIOR_BLOCKS) for back, those, base in zip(again, risk, common, strict=True)]
+            worths = gittins(hazards, self.widths)
+            self.table.append([*worths, worths[-1]])
+            self.hazards.append(hazards)
+            stays = [0.0, *itertools.accumulate(math.log1p(-hazard) for hazard in hazards)][:-1]
+            self.stays.append(stays)
+            self.returns.append([s + math.log(h / w) for s, h, w in zip(stays, hazards, self.widths, strict=True)])
+        self.risks = risks
+
+    def worth(self, cls: int, age: float) -> float:
+        at = bisect_right(self.begins, age) - 1
+        if at >= self.count:
+            return self.table[cls][-1]
+        table = self.table[cls]
+        worth = table[at]
+        return worth + (table[at + 1] - worth) * (age - self.begins[at]) / self.widths[at]
 
 
 def bin_of(age: int) -> int:
@@ -54,7 +119,7 @@ def likely(worths: Worths, share: Share) -> bool:
     return share.factor >= 1 and worths.returning * share.factor > LIKELY
 
 
-def gittins(hazards: Sequence[float]) -> list[float]:
+def gittins(hazards: Sequence[float], WIDTHS: Sequence[float] = WIDTHS) -> list[float]:
     """Return the worth of a block in each bin, from the probability that it is requested again within each bin.
 
     It is the greatest ratio of expected hits to expected time until the hit, over all ages up to which the block could
@@ -75,42 +140,46 @@ def gittins(hazards: Sequence[float]) -> list[float]:
 
 
 class Refresh:
-    """The rest of `watched`, blocks whose outcome is open at tick `now`, each with its tick and its share; and the
-    numbers of those counted already: per class and bin and, if requested once, per share and bin."""
+    """The rest of `watched`, blocks whose outcome is open at tick `now`, each with its tick, pace and share; and the
+    numbers of those counted already."""
 
     def __init__(self, watched: list[tuple[int, Share]], now: int) -> None:
         self.watched, self.now = watched, now
         self.still = [0.0] * (CLASSES * BINS)
+        self.still_by_pace = [0.0] * (CLASSES * (len(RATIOS) - 1))
         self.once: Counter[tuple[Share, int]] = Counter()
 
 
 class Worths:
-    """The evidence, and the table made from it. Lists have one entry per class and bin: `cls * BINS + bin`.
-
-    `returning` is the fraction of blocks requested once that are requested again, by the ages seen; at first 0.
-    """
+    """`returning` is the fraction of blocks requested once that are requested again, by the ages seen; at first 0."""
 
     def __init__(self) -> None:
-        self.again = [0.0] * (CLASSES * BINS)  # blocks requested again at that age
-        self.never = [0.0] * (CLASSES * BINS)  # blocks given up at that age
+        self.by_age, self.by_pace = Curve(BEGINS), Curve(RATIOS)
+        self.weights = [0.0] * CLASSES  # of the worth by pace
+        self._leads, self._compared = [0.0] * CLASSES, [0] * CLASSES
         self.counted = 0.0
-        self._tabulate([0.0] * (CLASSES * BINS))
+        self._tabulate([0.0] * (CLASSES * BINS), [0.0] * (CLASSES * (len(RATIOS) - 1)))
+
+    def worth(self, tick: int, now: int, share: Share) -> float:
+        cls, age = tick & CLASS_MASK, max(now - tick, 0) * _SECONDS
+        worth = self.by_age.worth(cls, age)
+        pace = tick & PACE_MASK
+        if pace:
+            weight, seconds = self.weights[cls], PACES[pace >> 2]
+            worth += weight * (self.by_pace.worth(cls, age / seconds) / seconds - worth)
+        return worth if cls else worth * share.factor
 
     def returned(self, tick: int, now: int, share: Share) -> None:
         """Count a block of `share` as requested again."""
-        at = (tick & CLASS_MASK) * BINS + bin_of(now - tick)
-        self.again[at] += 1
-        self._count()
-        if at < BINS:
+        at = self._count(tick, now, True)
+        if not tick & CLASS_MASK:
             share.returned += 1
             self._expect(share, at)
 
     def given_up(self, tick: int, now: int, share: Share) -> None:
         """Count a block of `share` that is no longer watched, because it was not requested again for too long."""
-        at = (tick & CLASS_MASK) * BINS + bin_of(now - tick)
-        self.never[at] += 1
-        self._count()
-        if at < BINS:
+        at = self._count(tick, now, False)
+        if not tick & CLASS_MASK:
             self._expect(share, at)
 
     def _expect(self, share: Share, at: int) -> None:
@@ -119,26 +188,47 @@ class Worths:
             share.expected /= 2
             share.returned /= 2
 
-    def _count(self) -> None:
+    def _count(self, tick: int, now: int, again: bool) -> int:
+        cls, age = tick & CLASS_MASK, max(now - tick, 0) * _SECONDS
+        one, other = self.by_age, self.by_pace
+        at = one.bin_of(age)
+        (one.again if again else one.never)[cls * BINS + at] += 1
+        pace = (tick & PACE_MASK) >> 2
+        if pace:
+            seconds = PACES[pace]
+            ratio = other.bin_of(age / seconds)
+            (other.again if again else other.never)[cls * other.count + ratio] += 1
+            if again:
+                lead = other.returns[cls][ratio] - math.log(seconds) - one.returns[cls][at]
+            else:
+                lead = other.stays[cls][ratio] - one.stays[cls][at]
+            self._compared[cls] += 1
+            self._leads[cls] += max(SMOOTH, 1 / (self._compared[cls] + 50)) * (max(-5.0, min(5.0, lead)) - self._leads[cls])
         self.counted += 1
         if self.counted > MOST_COUNTED:
             self.counted /= 2
-            self.again = [each / 2 for each in self.again]
-            self.never = [each / 2 for each in self.never]
+            one.halve()
+            other.halve()
+        return at
 
     def refresh(self, refresh: Refresh) -> bool:
         """Count some more of the blocks whose outcome is still open; with the last of them, make the table from the
         evidence, and return True."""
         still, once, now = refresh.still, refresh.once, refresh.now
+        other = self.by_pace
         for tick, share in refresh.watched[:_SLICE]:
-            at = (tick & CLASS_MASK) * BINS + bin_of(now - tick)
-            still[at] += 1
-            if at < BINS:
+            cls, age = tick & CLASS_MASK, max(now - tick, 0) * _SECONDS
+            at = self.by_age.bin_of(age)
+            still[cls * BINS + at] += 1
+            pace = (tick & PACE_MASK) >> 2
+            if pace:
+                refresh.still_by_pace[cls * other.count + other.bin_of(age / PACES[pace])] += 1
+            if not cls:
                 once[share, at] += 1
         del refresh.watched[:_SLICE]
         if refresh.watched:
             return False
-        self._tabulate(still)
+        self._tabulate(still, refresh.still_by_pace)
         expected: dict[Share, float] = {}
         for (share, at), count in once.items():
             expected[share] = expected.get(share, share.expected) + count * self._expected[at]
@@ -146,32 +236,13 @@ class Worths:
             share.factor = _factor(share.returned, total)
         return True
 
-    def _tabulate(self, still: Sequence[float]) -> None:
-        risks = [self._at_risk(still, cls) for cls in range(CLASSES)]
-        common = []
-        for at in range(BINS):
-            back, reached = sum(self.again[at::BINS]), sum(each[at] for each in risks)
-            common.append((back + PRIOR_BLOCKS * PRIOR_HAZARD) / (reached + PRIOR_BLOCKS))
-        self.table: list[float] = []
-        for cls, risk in enumerate(risks):
-            again = self.again[cls * BINS : (cls + 1) * BINS]
-            hazards = [
-                (returned + PRIOR_BLOCKS * base) / (those + PRIOR_BLOCKS)
-                for returned, those, base in zip(again, risk, common, strict=True)
-            ]
-            self.table += gittins(hazards)
-            if cls == 0:
-                self._expected = _accumulate(hazards)
-                self.returning = _returning(again, risk)
-
-    def _at_risk(self, still: Sequence[float], cls: int) -> list[float]:
-        """Return the number of blocks of the class that reached each bin; those that are in it now count half."""
-        risk, reached = [0.0] * BINS, 0.0
-        for at in range(BINS - 1, -1, -1):
-            here = cls * BINS + at
-            reached += self.again[here] + self.never[here] + still[here]
-            risk[at] = reached - still[here] / 2
-        return risk
+    def _tabulate(self, still: Sequence[float], still_by_pace: Sequence[float]) -> None:
+        self.by_age.tabulate(still)
+        self.by_pace.tabulate(still_by_pace)
+        self._expected = _accumulate(self.by_age.hazards[0])
+        self.returning = _returning(self.by_age.again[:BINS], self.by_age.risks[0])
+        if self.counted:
+            self.weights = [1 / (1 + math.exp(-SHARP * lead)) for lead in self._leads]
 
 
 def _returning(again: Sequence[float], risk: Sequence[float]) -> float:

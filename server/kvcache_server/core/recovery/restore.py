@@ -15,6 +15,7 @@ from kvcache_server.core.index import (
     FIRST_TICK,
     GONE,
     HIDDEN,
+    LOW,
     NEXT_TICK,
     OFTEN,
     TICKS_PER_SECOND,
@@ -63,7 +64,7 @@ class Restoration:
     def run(self) -> None:
         self._name()
         self._pool.set_time(self.now)
-        self._pool.tick = max(self._pool.tick, int(self.old.tick.max(initial=0)) & ~CLASS_MASK)
+        self._pool.tick = max(self._pool.tick, int(self.old.tick.max(initial=0)) & ~LOW)
         self._resume_pool()
         self._show()
         for position in self.old.pending:
@@ -152,8 +153,8 @@ class Restoration:
             account = block.account
             account.share.bytes += account.group.allocated_bytes
             if block.child is None:
-                block.queued = tick = block.tick
-                account.orders[tick & CLASS_MASK].heap.append(block)
+                account.leaves.append(block)
+                block.queued = len(account.leaves)
         for position, runs in self.old.scattered.items():
             if position in self.blocks:
                 self._pool.adopt(self.blocks[position], runs)
@@ -265,7 +266,7 @@ def _continued(ticks: Ints, now: float) -> Ints:
     found: Ints = (ticks & ~CLASS_MASK) | np.minimum(ticks & CLASS_MASK, OFTEN)
     odd = np.flatnonzero(((ticks < FIRST_TICK) & (ticks != EVICT_FIRST)) | (ticks > end + AHEAD * TICKS_PER_SECOND))
     order = odd[np.argsort(ticks[odd], kind="stable")]
-    end = end & ~CLASS_MASK
+    end = end & ~LOW
     cls = np.where(ticks[order] < FIRST_TICK, 0, found[order] & CLASS_MASK)
     found[order] = (end + NEXT_TICK * np.arange(1, len(order) + 1)) | cls
     return found
