@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from kvcache_proto.region import DOOMED, READY, WRITING, row_of
 from kvcache_proto.types import SUFFIX, BlockRef
 from kvcache_server.core.cache import Cache
-from kvcache_server.core.index import CLASSES, GONE, HIDDEN, SPARE, UNQUEUED, Block, Group, Reservation, Share
+from kvcache_server.core.index import GONE, HIDDEN, UNQUEUED, Block, Group, Reservation, Share
 from kvcache_server.core.limits import STEP
 from kvcache_server.core.pins import Lease
 from kvcache_server.core.retention import MOST, MOST_OF_ONE, NAMES, NAMES_OF_ONE
@@ -228,9 +228,8 @@ def _check_all_pages(cache: Cache, living: dict[int, Block]) -> None:
     for share in cache.eviction.fair_share.shares:
         assert share.bytes == held.get(share, 0), "a share that does not add up"
     for account in cache.eviction.fair_share.accounts:
-        stale = sum(block.pins == GONE for block in account.entries())
-        assert sum(order.stale for order in account.orders) == stale, "an order of blocks that have gone"
-        assert stale <= CLASSES * SPARE + len(account.entries()) - stale, "an order that is never swept"
+        assert all(block.queued == at for at, block in enumerate(account.leaves, 1)), "leaves in other places"
+        assert all(block.pins != GONE for block in account.leaves), "a leaf that has gone"
 
 
 def _check_free(cache: Cache, owners: bytearray) -> None:

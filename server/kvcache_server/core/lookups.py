@@ -12,7 +12,6 @@ from kvcache_proto.types import FULL, MAX_HASHES, REF_BYTES, SUFFIX, SUM_BYTES, 
 from kvcache_server.core.checksums import Checksums
 from kvcache_server.core.effects import Effects
 from kvcache_server.core.eviction.learner import Learner
-from kvcache_server.core.index import PACE_MASK, SHORTEST, pace_of
 from kvcache_server.core.index import Block, Group
 from kvcache_server.core.limits import LOOK, Limits
 from kvcache_server.core.pool import Pool
@@ -218,10 +217,7 @@ class Lookups:
         """Count hits that were not yet counted for this request, and note that their blocks were read."""
         chain, suffixes = match.chain, match.suffixes
         if chain:
-            last = match.proof or chain[-1]
-            if asked.lookups == 1 and self._pool.tick - last.tick >= SHORTEST:
-                last.tick = last.tick & ~PACE_MASK | pace_of(self._pool.tick - last.tick) << 2
-            self._pool.touch(last, 1)
+            self._pool.touch(match.proof or chain[-1], 1)
         for block in suffixes:
             self._pool.touch(block, 1)
         more = hits - asked.hits

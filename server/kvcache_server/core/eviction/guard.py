@@ -15,8 +15,9 @@ import random
 from kvcache_server.core.eviction.worth import Worths, one_off
 from kvcache_server.core.index import CLASS_MASK, Share
 
-SAMPLE = 32
-PROMPTS = 4  # by which one must lead before the pool switches to it: most prompts hit, or miss, as a whole
+SLACK = 0.95
+SAMPLE, KEPT = 8, 16
+PROMPTS = 6  # by which one must lead before the pool switches to it: most prompts hit, or miss, as a whole
 _SMOOTH = 256  # lookups over which the mean size of prompts is taken
 
 
@@ -34,6 +35,7 @@ class Guard:
         self._by_worth: dict[bytes, list[Any]] = {}  # tick, pace, share, position in `_names`
         self._names: list[bytes] = []
         self._random = random.Random(1)
+        self._least: list[tuple[float, int, bytes]] = []
         self.by_age = False
         self.lead = 0.0
         self._prompt = 1.0  # sampled blocks per lookup
@@ -63,7 +65,7 @@ class Guard:
             self._by_worth[name] = [tick, share, len(self._names)]
             self._names.append(name)
         most = PROMPTS * self._prompt
-        self.lead = min(max(self.lead + old - (entry is not None), 0.0), most)
+        self.lead = min(max(self.lead + old * SLACK - (entry is not None), 0.0), most)
         if self.lead == (0.0 if self.by_age else most):
             self.by_age = not self.by_age
             self.switches += 1
@@ -86,12 +88,26 @@ class Guard:
 
     def _make_room(self, tick: int, now: int, share: Share) -> bool:
         """Evict blocks of a sample that are worth least; return False if that is the new block."""
-        names, entries, worth = self._names, self._by_worth, self._worths.worth
+        names, entries, worth, draw = self._names, self._by_worth, self._worths.worth, self._random.random
         while len(names) >= self._slots:
-            some = names if len(names) <= SAMPLE else [names[int(self._random.random() * len(names))] for _ in range(SAMPLE)]
-            least, victim = min((worth(each[0], now, each[1]), each[0], name) for name in some for each in (entries[name],))[::2]
+            for _ in range(SAMPLE):
+                name = names[int(draw() * len(names))]
+                its, owner, _ = entries[name]
+                self._least.append((worth(its, now, owner), its, name))
+            self._least.sort()
+            del self._least[KEPT:]
+            victim = b""
+            while self._least:
+                least, its, victim = self._least[0]
+                entry = entries.get(victim)
+                if entry is not None and entry[0] == its:
+                    break
+                del self._least[0]
+            else:
+                continue
             if worth(tick, now, share) < least:
                 return False
+            del self._least[0]
             self._drop(victim)
         return True
 

@@ -23,11 +23,13 @@ from kvcache_server.core.index import (
     GONE,
     OFTEN,
     PACE_MASK,
+    SHORTEST,
     TICKS_PER_SECOND,
     Account,
     Block,
     Group,
     Share,
+    pace_of,
 )
 from kvcache_server.core.limits import LOOK
 from kvcache_server.core.pool import Pool
@@ -55,6 +57,7 @@ class _Lookup(NamedTuple):
     hits: int
     found: Sequence[Block]  # those that the engine may load; none without a full group
     suffixes: Sequence[Block]  # of other groups, that it needs with those
+    before: int  # the tick of the last block of `found` before it
     missed: bytes  # the hashes of at most _MOST_MISSES blocks behind the hits, without gaps
 
 
@@ -97,7 +100,7 @@ class Learner:
         hashes = request.hashes
         if self._enabled and hashes:
             missed = b"".join(hashes[hits : hits + _MOST_MISSES]) if hits < len(hashes) else b""
-            self._asked.append(_Lookup(engine, group, hashes[0], len(hashes), hits, found, suffixes, missed))
+            self._asked.append(_Lookup(engine, group, hashes[0], len(hashes), hits, found, suffixes, found[-1].tick if found else 0, missed))
             self._waiting += len(hashes)
             if self._waiting > _MOST_WAITING or len(self._asked) >= _TOGETHER:
                 self.learn()
@@ -127,6 +130,8 @@ class Learner:
         ends = list(accumulate(len(each.missed) // size for each in lookups))
         begins = [0, *ends[:-1]]
         for each in lookups:
+            if each.found:
+                self._set_pace(each.found[-1], each.before)
             self._go_up(each.found)
             if each.suffixes:
                 self._go_up(each.suffixes)
@@ -163,6 +168,13 @@ class Learner:
                 which = bisect_right(begins, at) - 1
                 low = classes[at]
                 asked(name, now | (low if low & PACE_MASK else low | paces[which]), now, shares[which])
+
+    def _set_pace(self, block: Block, before: int) -> None:
+        """Note the time between the last two requests for a block."""
+        apart = block.tick - before
+        if apart >= SHORTEST and before > EVICT_FIRST and block.pins != GONE:
+            block.tick = block.tick & ~PACE_MASK | pace_of(apart) << 2
+            self._pool.write_tick(block)
 
     def _go_up(self, found: Sequence[Block]) -> None:
         """Move requested blocks up one class.

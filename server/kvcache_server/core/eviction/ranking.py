@@ -14,7 +14,7 @@ from kvcache_server.core.eviction.worth import one_off
 from kvcache_server.core.index import EVICT_FIRST, UNQUEUED, Account, Block
 from kvcache_server.core.pool import Pool
 
-SAMPLE, KEPT = 64, 16  # leaves that are looked at together, and those kept of the sample before
+SAMPLE, KEPT = 32, 16  # leaves that are looked at together, and those kept of the sample before
 
 Entry = tuple[float, int, Block]  # what a leaf was worth when looked at, a number, and the leaf
 
@@ -75,8 +75,9 @@ class Ranking:
                 self._push(block)
         accounts = [each for each in self._fair_share.accounts if each.leaves and each.share.bytes > each.share.floor]
         leaves = self._sample(accounts)
-        for leaf in leaves:
-            self._push(leaf)
+        numbers, worth = self._numbers, self._worth
+        self._heap += [(worth(leaf), next(numbers), leaf) for leaf in leaves]
+        heapq.heapify(self._heap)
         self._new = False
         return bool(leaves)
 

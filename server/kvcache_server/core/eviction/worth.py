@@ -17,6 +17,9 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Sequence
 
+import numpy as np
+from numpy.typing import NDArray
+
 from kvcache_server.core.index import CLASS_MASK, CLASSES, PACE_MASK, PACES, TICKS_PER_SECOND, Share
 
 BINS = 44  # of age, two for each doubling: the last one begins after a month
@@ -45,7 +48,7 @@ class Curve:
     """How soon the blocks of each class return, in bins of age that begin at `begins`, in some unit."""
 
     def __init__(self, begins: Sequence[float]) -> None:
-        self.begins, self.count = begins, len(begins) - 1
+        self.begins, self.count, self._edges = begins, len(begins) - 1, np.array(begins)
         self.widths = [after - at for at, after in itertools.pairwise(begins)]
         size = CLASSES * self.count
         self.again, self.never = [0.0] * size, [0.0] * size
@@ -53,6 +56,9 @@ class Curve:
 
     def bin_of(self, age: float) -> int:
         return max(min(bisect_right(self.begins, age) - 1, self.count - 1), 0)
+
+    def bins_of(self, ages: NDArray[np.float64]) -> NDArray[np.int64]:
+        return np.clip(np.searchsorted(self._edges, ages, "right") - 1, 0, self.count - 1)
 
     def halve(self) -> None:
         self.again = [each / 2 for each in self.again]
@@ -145,9 +151,6 @@ class Refresh:
 
     def __init__(self, watched: list[tuple[int, Share]], now: int) -> None:
         self.watched, self.now = watched, now
-        self.still = [0.0] * (CLASSES * BINS)
-        self.still_by_pace = [0.0] * (CLASSES * (len(RATIOS) - 1))
-        self.once: Counter[tuple[Share, int]] = Counter()
 
 
 class Worths:
@@ -161,12 +164,15 @@ class Worths:
         self._tabulate([0.0] * (CLASSES * BINS), [0.0] * (CLASSES * (len(RATIOS) - 1)))
 
     def worth(self, tick: int, now: int, share: Share) -> float:
-        cls, age = tick & CLASS_MASK, max(now - tick, 0) * _SECONDS
-        worth = self.by_age.worth(cls, age)
-        pace = tick & PACE_MASK
-        if pace:
-            weight, seconds = self.weights[cls], PACES[pace >> 2]
-            worth += weight * (self.by_pace.worth(cls, age / seconds) / seconds - worth)
+        cls, age = tick & CLASS_MASK, (now - tick) * _SECONDS if now > tick else 0.0
+        weight, pace = self.weights[cls], tick & PACE_MASK
+        if not pace or weight < 0.01:
+            worth = self.by_age.worth(cls, age)
+        else:
+            seconds = PACES[pace >> 2]
+            worth = self.by_pace.worth(cls, age / seconds) / seconds
+            if weight < 0.99:
+                worth = weight * worth + (1 - weight) * self.by_age.worth(cls, age)
         return worth if cls else worth * share.factor
 
     def returned(self, tick: int, now: int, share: Share) -> None:
@@ -214,21 +220,17 @@ class Worths:
     def refresh(self, refresh: Refresh) -> bool:
         """Count some more of the blocks whose outcome is still open; with the last of them, make the table from the
         evidence, and return True."""
-        still, once, now = refresh.still, refresh.once, refresh.now
-        other = self.by_pace
-        for tick, share in refresh.watched[:_SLICE]:
-            cls, age = tick & CLASS_MASK, max(now - tick, 0) * _SECONDS
-            at = self.by_age.bin_of(age)
-            still[cls * BINS + at] += 1
-            pace = (tick & PACE_MASK) >> 2
-            if pace:
-                refresh.still_by_pace[cls * other.count + other.bin_of(age / PACES[pace])] += 1
-            if not cls:
-                once[share, at] += 1
-        del refresh.watched[:_SLICE]
-        if refresh.watched:
-            return False
-        self._tabulate(still, refresh.still_by_pace)
+        by_age, by_pace, now = self.by_age, self.by_pace, refresh.now
+        ticks = np.array([tick for tick, _ in refresh.watched], np.int64)
+        ages, cls = np.maximum(now - ticks, 0) * _SECONDS, ticks & CLASS_MASK
+        at = by_age.bins_of(ages)
+        still = np.bincount(cls * BINS + at, minlength=CLASSES * BINS).tolist()
+        paces = (ticks & PACE_MASK) >> 2
+        some = paces > 0
+        ratios = by_pace.bins_of(ages[some] / np.array(PACES)[paces[some]])
+        still_by_pace = np.bincount(cls[some] * by_pace.count + ratios, minlength=CLASSES * by_pace.count).tolist()
+        once = Counter((refresh.watched[each][1], where) for each, where in zip(np.flatnonzero(cls == 0).tolist(), at[cls == 0].tolist(), strict=True))
+        self._tabulate(still, still_by_pace)
         expected: dict[Share, float] = {}
         for (share, at), count in once.items():
             expected[share] = expected.get(share, share.expected) + count * self._expected[at]
