@@ -32,7 +32,7 @@ class Ranking:
         self._new = True  # whether another sample is due
 
     def expire(self) -> None:
-        self._new = True
+        self._new, self._above = True, None
 
     def least(self) -> Entry | None:
         """Return the leaf that is worth least, of a sample of those of accounts above their floors."""
