@@ -93,7 +93,7 @@ class Acquire(Request):
     """Look up the longest cached prefix of `hashes`; with `pin`, take a lease; with `verify`, also return checksums.
 
     In a namespace with suffix groups, a lookup of group 0 is for all groups: the longest prefix after which the engine
-    can continue; it needs no blocks of suffix groups before number `start`.
+    can continue. The engine has the first `start` blocks itself: it needs no blocks of suffix groups before them.
 
     It may also end with a tail: a block that contains only the first tokens of the next one. `tails` are the names of
     those that would do, `tails_per_block` for each number of blocks before them from 0 on, shortest first. The daemon
@@ -128,6 +128,8 @@ class Run(msgspec.Struct, array_like=True):
     hashes: Hashes
     parent: bytes | None = None  # of the first; None for a root
     group: int = 0  # 0: that of the Reserve
+    leaving: int = 0  # number of blocks at the end that the engine's device is about to evict
+    idle_ms: int = 0  # since these were last used there
 
 
 class Reserve(Request):
