@@ -81,6 +81,7 @@ class Attach(Request):
     spec: NamespaceSpec
     shards: Shards = ()
     ceiling_bytes: int = 0  # limit of what this engine's saves may occupy; 0 leaves it unchanged
+    reports_leaving: bool = False  # it reports blocks that its device is about to evict: see Run
 
 
 class Detach(Request):

@@ -6,13 +6,14 @@ import logging
 import random
 import subprocess
 import sys
+import time
 
 import pytest
 from toy_engine import BLOCK, REGION, SPEC, Cache, Engine, Request, chain
 
 from kvcache_client.scheduler import loads, lookups, queue, saves
+from kvcache_client.scheduler.device_cache import DeviceCache
 from kvcache_client.scheduler.groups import FullAttention
-from kvcache_client.scheduler.lazy import Lazy
 from kvcache_client.scheduler.requests import PAUSE, RequestState
 from kvcache_client.scheduler.views import Hint, RequestView
 from kvcache_client.session.counters import LoggedCounters
@@ -474,13 +475,14 @@ def test_lazy_saves_leave_out_memory_that_another_connector_fills(cache: Cache) 
     request = Engine(cache).request("r", chain("a", 4))
     hashes = dict(zip(blocks := [1, 2, 3, 4], request.hashes, strict=True))
     counts = LoggedCounters(logging.getLogger())
-    lazy = Lazy(FullAttention(BLOCK, 1), 8, lambda count: [4], lambda block: hashes.get(block, b""), counts)
+    facts = lambda count: [4], lambda block: hashes.get(block, b"")
+    lazy = DeviceCache(FullAttention(BLOCK, 1), 8, *facts, counts, time.monotonic, True, False)
     state = RequestState(request.view, tables=[blocks])
     lazy.hold(state, 0, 4)
     del hashes[2]
     lazy.given(range(100, 108))
     (due,) = lazy.due()
-    assert (due.first, due.blocks) == (2, [3, 4])
+    assert (due.parent, due.blocks) == (request.hashes[1], [3, 4])
     hashes[2] = request.hashes[1]
     for _ in range(2):
         lazy.found(state, 2 * BLOCK)

@@ -191,7 +191,15 @@ class Cache:
         self.full = False
         self.slots, self.numbers = itertools.count(), itertools.count(1)
 
-    def attach(self, spec: NamespaceSpec, shards: Sequence[int], ceiling_bytes: int, wait: bool = True) -> Space:
+    def attach(
+        self,
+        spec: NamespaceSpec,
+        shards: Sequence[int],
+        ceiling_bytes: int,
+        wait: bool = True,
+        *,
+        reports_leaving: bool = False,
+    ) -> Space:
         return self.spaces.setdefault(spec.id, Space(self, spec))
 
     def detach(self, namespace: Any) -> None: ...

@@ -117,7 +117,13 @@ class CacheSession(Protocol):
     def capacity(self) -> int: ...
 
     def attach(
-        self, spec: NamespaceSpec, shards: Sequence[int], ceiling_bytes: int, wait: bool = True
+        self,
+        spec: NamespaceSpec,
+        shards: Sequence[int],
+        ceiling_bytes: int,
+        wait: bool = True,
+        *,
+        reports_leaving: bool = False,
     ) -> CacheNamespace: ...
 
     def detach(self, namespace: Any) -> None:

@@ -72,8 +72,9 @@ class Lookups:
         request, waited, state.waits.put_off = state.request, state.waits.put_off, False
         self.forget(state)
         keys = self._group.keys(request.hashes)[: limit + self._group.volatile]
-        had = start // self._group.blocks_per_slot if self._group.suffixes else 0
-        resume = Resume(had, *self._group.tails(request))
+        on_device = start // self._group.blocks_per_slot
+        had = on_device if self._group.suffixes else 0
+        resume = Resume(on_device, *self._group.tails(request))
         try:
             lease = namespace.acquire(
                 keys,

@@ -12,10 +12,10 @@ from kvcache_client.scheduler.admission import Admission
 from kvcache_client.scheduler.cache import CacheSession
 from kvcache_client.scheduler.canaries import Canaries
 from kvcache_client.scheduler.cost_model import Gate, Overlap
+from kvcache_client.scheduler.device_cache import DeviceCache, Eager
 from kvcache_client.scheduler.events import EngineEvents
 from kvcache_client.scheduler.groups import Found, FullAttention, HybridGroups
 from kvcache_client.scheduler.hints import Hints
-from kvcache_client.scheduler.lazy import Eager, Lazy
 from kvcache_client.scheduler.loads import Loads
 from kvcache_client.scheduler.lookups import Lookups
 from kvcache_client.scheduler.membership import Membership
@@ -54,7 +54,8 @@ class Scheduler:
         self.events = EngineEvents(group, engine.describe) if engine.describe else None
         self.gate = Gate(counters, settings.gate == "auto", group.block_tokens)
         self.overlap = Overlap(self.gate.costs, settings.overlap == "auto", engine.ranks, engine.step_tokens)
-        self._membership = Membership(session, spec, settings, engine.checkpoint, self.events, engine.joining)
+        reports = settings.device_aware == "auto" and engine.evicted_next is not None and engine.saves
+        self._membership = Membership(session, spec, settings, engine.checkpoint, self.events, engine.joining, reports)
         self._notes = Notes(counters)
         self._lookups = Lookups(
             group, spec.shards, block_bytes, settings.verify, counters, self._notes, self.events, engine.saves
@@ -65,11 +66,12 @@ class Scheduler:
             self._admission = Admission(
                 counters, engine.device_blocks, engine.tables, engine.lookahead, engine.in_order
             )
-        timing = Eager()
-        if settings.save_mode == "lazy" and engine.evicted_next is not None:
+        timing, lazy = Eager(), settings.save_mode == "lazy"
+        if engine.evicted_next is not None and engine.saves and (lazy or reports):
             # Twice the blocks that a step may evict: a save takes a step.
             ahead = 2 * engine.step_tokens // engine.block_tokens
-            timing = Lazy(group, ahead, engine.evicted_next, engine.hash_of, counters)
+            facts = engine.evicted_next, engine.hash_of
+            timing = DeviceCache(group, ahead, *facts, counters, clock, lazy, reports)
         demand = Demand(group, settings.min_hits)
         self._saves = Saves(group, settings.verify, counters, self._notes, self.events, clock, demand, timing)
         self._hints = Hints(group, counters)

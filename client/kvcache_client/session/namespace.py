@@ -44,11 +44,13 @@ class Namespace:
         spec: NamespaceSpec,
         shards: tuple[int, ...],
         ceiling_bytes: int,
+        reports_leaving: bool = False,
     ) -> None:
         if len(set(shards)) != len(shards) or not all(0 <= shard < spec.shards for shard in shards):
             raise BadArgument(f"shards {shards}: each once, 0 to {spec.shards - 1}")
         self._daemon, self._settlements = daemon, settlements
         self.spec, self.shards, self.ceiling_bytes = spec, shards, ceiling_bytes
+        self._reports_leaving = reports_leaving
         self.id = spec.id  # 16 hex digits, the same in every process that attaches the same model and identity
         self.refused = ""  # why the daemon does not let this session join; "" if it does, or was not asked yet
         self._left = False
@@ -93,7 +95,7 @@ class Namespace:
             self._daemon.post(connection, m.Detach(0, b"", number), "stale_detaches")
 
     def _attachment(self) -> m.Attach:
-        return m.Attach(0, b"", self.spec, self.shards, self.ceiling_bytes)
+        return m.Attach(0, b"", self.spec, self.shards, self.ceiling_bytes, self._reports_leaving)
 
     def _take_answer(self, connection: Connection, channel: Channel, reply: m.Reply | None) -> None:
         """Take the answer to an attach: it is valid even if it is too late for the caller."""

@@ -82,7 +82,7 @@ class Cache:
         self.eviction = eviction = Eviction(pool, sweeper, limits, draw, self.hasher, policy)
         self.registry = registry = Registry(pool, eviction, sweeper, limits)
         self.namespaces, self.sessions = registry.namespaces, registry.sessions
-        self.lookups = Lookups(pool, eviction.learner, self.effects, limits)
+        self.lookups = Lookups(pool, eviction.learner, eviction.holders, self.effects, limits)
         self.reservations = Reservations(pool, eviction, registry.engines, sweeper, limits)
         self.lookups.last = self.reservations.last = epoch << EPOCH_SHIFT
         self.invalidation = Invalidation(pool, eviction, self.reservations, sweeper)

@@ -56,6 +56,7 @@ class Block(msgspec.Struct, gc=False, eq=False):
     next: Block | None = None
     prev: Block | None = None
     pins: int = 0
+    held: int = 0  # engines whose devices have it: see eviction/holders.py
 
     @property
     def generation(self) -> int:
@@ -189,6 +190,7 @@ class Share:
     ceiling: int = 0  # 0: none
     floor: float = 0.0  # bytes that are not evicted for blocks of other shares
     live: bool = True
+    device: int = 0  # its bit in `Block.held`; 0 if it does not report what its device evicts
     returned: float = 0.0
     expected: float = 0.0
     factor: float = 1.0
@@ -344,6 +346,7 @@ class Group:
         if parent is not None and parent is not self.root:
             useless = parent.child is None and self.above.leaf_is_useless and not self.above.is_proof(parent)
             parent.tick = EVICT_FIRST if useless else later(parent.tick, block.tick)
+            parent.held |= block.held
             parent.account.enter(parent)
         return found
 

@@ -11,6 +11,7 @@ from kvcache_proto.errors import BadArgument
 from kvcache_proto.types import FULL, MAX_HASHES, REF_BYTES, SUFFIX, SUM_BYTES, GroupSpec, check_hashes
 from kvcache_server.core.checksums import Checksums
 from kvcache_server.core.effects import Effects
+from kvcache_server.core.eviction.holders import Holders
 from kvcache_server.core.eviction.learner import Learner
 from kvcache_server.core.index import Block, Group
 from kvcache_server.core.limits import LOOK, Limits
@@ -48,11 +49,11 @@ class _Match(NamedTuple):
 class Lookups:
     """Answers lookups, and pins the blocks that they found. `last` is the number of the last lease."""
 
-    def __init__(self, pool: Pool, learner: Learner, effects: Effects, limits: Limits) -> None:
+    def __init__(self, pool: Pool, learner: Learner, holders: Holders, effects: Effects, limits: Limits) -> None:
         self.last = 0
         self.checksums: Checksums | None = None  # set if there is a file for them
         self.tiers: Tiers | None = None  # set while there are any
-        self._pool, self._learner = pool, learner
+        self._pool, self._learner, self._holders = pool, learner, holders
         self._counters, self._refusals = effects.counters, effects.refusals
         self.set_limits(limits)
 
@@ -76,10 +77,10 @@ class Lookups:
         found = group.prefix(hashes) if not group.is_suffix else []
         if len(found) < len(hashes):
             check_hashes(hashes[len(found) :], group.hash_bytes)
-        if not group.suffixes:
-            return self._answer(session, request, namespace, group, _Match(found, len(found)))
         if request.start < 0:
             raise BadArgument(f"start {request.start}: 0 or more blocks")
+        if not group.suffixes:
+            return self._answer(session, request, namespace, group, _Match(found, len(found)))
         if request.tails_per_block < bool(request.tails):
             raise BadArgument(f"tails_per_block {request.tails_per_block}: 1 or more")
         check_hashes(request.tails, group.hash_bytes)
@@ -171,6 +172,8 @@ class Lookups:
         if request.pin:
             self.last = lease = self.last + 1
             session.pin(lease, chain[-1] if chain else None, size, cover, suffixes)
+            if chain and not group.suffixes:
+                self._holders.hold(engine.shares[namespace.number], chain[-1])
         self._note_hits(namespace, group, match, hits, asked)
         blocks = [*chain, *suffixes] if suffixes else chain
         slots = b"".join([block.ref for block in blocks])
@@ -187,12 +190,17 @@ class Lookups:
         self, session: Session, request: m.Acquire, namespace: Namespace, group: Group, match: _Match
     ) -> RequestLookups:
         """Count a lookup. A request's repeated lookups do not show how often blocks are used."""
-        asked = session.engine.lookups_of(request.request, group)
+        asked, share = session.engine.lookups_of(request.request, group), session.engine.shares[namespace.number]
+        if share.device and not request.pin:
+            return asked  # it is not known yet what its device has
         if not asked.lookups:
             hits = match.hits + (match.proof is not None)
+            self._holders.requested(share, match.chain[-1] if match.chain else None, request.start > hits)
             self._learner.asked(session.engine, group, request, match.used, hits, match.suffixes)
         asked.lookups += 1
         namespace.lookups += 1
+        if share.device:  # the blocks before `start` are not needed from here
+            asked.blocks, asked.hits = max(asked.blocks, request.start), max(asked.hits, request.start)
         more = max(len(request.hashes) - group.spec.needs_next_block, match.hits) - asked.blocks
         if more > 0:
             asked.blocks += more

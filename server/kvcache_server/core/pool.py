@@ -77,14 +77,19 @@ class Pool:
         """The time in seconds, as given to `set_time`, but not before the last use."""
         return (self.tick - FIRST_TICK) / TICKS_PER_SECOND
 
-    def place(self, runs: Runs, block: Block, cls: int, parent: int, body: RowFields) -> int:
-        """Put `block` on the pages of `runs`, as just used, with its class, under a new generation; return its row.
+    def tick_before(self, seconds: float) -> int:
+        """Return the tick that many seconds ago, without a class."""
+        return max(self.tick - int(seconds * (TICKS_PER_SECOND // NEXT_TICK)) * NEXT_TICK, FIRST_TICK)
+
+    def place(self, runs: Runs, block: Block, cls: int, parent: int, body: RowFields, used: int = 0) -> int:
+        """Put `block` on the pages of `runs`, as used at the tick `used`, or now if that is 0, with its class, under a
+        new generation; return its row.
 
         `parent` is the generation of its parent, `body` its fields of the row. The row is WRITING.
         """
         self.generation = generation = (self.generation + 1) % FREED
         self.tick = tick = self.tick + NEXT_TICK
-        block.tick = tick | cls  # even if `cls` is 0: in CPython, a sum takes 16 bytes more
+        block.tick = (used or tick) | cls  # even if `cls` is 0: in CPython, a sum takes 16 bytes more
         page, count = runs[0]
         row, further = row_of(page), 0
         if len(runs) > 1:

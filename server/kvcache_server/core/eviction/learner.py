@@ -59,6 +59,7 @@ class _Lookup(NamedTuple):
     suffixes: Sequence[Block]  # of other groups, that it needs with those
     before: int  # the tick of the last block of `found` before it
     missed: bytes  # the hashes of at most _MOST_MISSES blocks behind the hits, without gaps
+    elsewhere: int  # how many of these, at the beginning, the engine has on its device
 
 
 class Learner:
@@ -100,7 +101,22 @@ class Learner:
         hashes = request.hashes
         if self._enabled and hashes:
             missed = b"".join(hashes[hits : hits + _MOST_MISSES]) if hits < len(hashes) else b""
-            self._asked.append(_Lookup(engine, group, hashes[0], len(hashes), hits, found, suffixes, found[-1].tick if found else 0, missed))
+            aware = engine.shares[group.namespace].device and not group.suffixes
+            elsewhere = max(request.start - hits, 0) if aware else 0
+            self._asked.append(
+                _Lookup(
+                    engine,
+                    group,
+                    hashes[0],
+                    len(hashes),
+                    hits,
+                    found,
+                    suffixes,
+                    found[-1].tick if found else 0,
+                    missed,
+                    elsewhere,
+                )
+            )
             self._waiting += len(hashes)
             if self._waiting > _MOST_WAITING or len(self._asked) >= _TOGETHER:
                 self.learn()
@@ -135,7 +151,7 @@ class Learner:
             self._go_up(each.found)
             if each.suffixes:
                 self._go_up(each.suffixes)
-            self._missed += each.blocks - each.hits
+            self._missed += each.blocks - each.hits - each.elsewhere
         watches = not group.number  # the other groups of a namespace get the same hashes at the same time
         step, thin = self.monitor.steps(group.spec.block_tokens)
         firsts = [self._draw(each.first) % step if watches and step > 1 else 0 for each in lookups]
@@ -157,12 +173,15 @@ class Learner:
             places = [
                 at
                 for each, first, begin, end in zip(lookups, firsts, begins, ends, strict=True)
-                for at in range(begin + (first - each.hits) % step, end, step)
+                for at in range(begin + each.elsewhere + (first - each.hits - each.elsewhere) % step, end, step)
             ]
             if thin > 1 and places:
                 places = [places[at] for at in sampled(keyed[places], thin)]
             now, asked = self._pool.tick, self.monitor.asked
-            paces = [each.found[-1].tick & PACE_MASK if each.found and each.found[-1].child is None else 0 for each in lookups]
+            paces = [
+                each.found[-1].tick & PACE_MASK if each.found and each.found[-1].child is None else 0
+                for each in lookups
+            ]
             for at in places[:_MOST_WATCHED]:
                 name = missed[at * size : at * size + size]
                 which = bisect_right(begins, at) - 1
@@ -215,6 +234,14 @@ class Learner:
         if len(self.wanted) > _MOST_EXPECTED:
             self.wanted.clear()
         self.wanted.update(dict.fromkeys(names))
+
+    def recall(self, group: Group, names: Sequence[bytes]) -> dict[bytes, int]:
+        """Return the classes, if not 0, of blocks that are about to be stored again, by hash."""
+        if not names or not self._slots:
+            return {}
+        self._note_evicted()
+        classes = self._sketch.recall(self._hasher.of(b"".join(names), group.hash_bytes, group.tag))
+        return dict(zip(names, classes, strict=True))
 
     def evicted(self, block: Block) -> None:
         """Remember the class of a block that is evicted."""

@@ -9,6 +9,7 @@ from itertools import islice
 from kvcache_proto.types import MAX_GROUPS, Refusal
 from kvcache_server import status
 from kvcache_server.core.eviction.fair_share import FairShare
+from kvcache_server.core.eviction.holders import Holders
 from kvcache_server.core.eviction.learner import Learner
 from kvcache_server.core.eviction.ranking import Ranking
 from kvcache_server.core.index import (
@@ -62,7 +63,8 @@ class Eviction:
         self._useless: list[tuple[Block, str]] = []  # blocks to continue with, and the cause of the eviction
         self.learner = Learner(pool, draw, hasher, policy != LRU)
         self.fair_share = FairShare(pool.capacity, limits.namespace_floor)
-        self.ranking = Ranking(pool, self.fair_share, self.learner)
+        self.holders = Holders()
+        self.ranking = Ranking(pool, self.fair_share, self.learner, self.holders)
         self.evictions: Counter[str] = Counter()  # blocks by cause
         self.evicted_unread = 0  # evicted blocks that no lookup had found
         self.evicted_by_class = [0] * CLASSES
@@ -120,11 +122,12 @@ class Eviction:
             self._pool.free.add(self._page, self._pages)
             self._pages = 0
 
-    def make_room(self, account: Account, cls: int = 0) -> Runs | Refusal:
+    def make_room(self, account: Account, cls: int = 0, used: int = 0) -> Runs | Refusal:
         """Return free pages for a block of class `cls`, or QUOTA or NO_SPACE.
 
-        CLASSES is the class of a block that is stored regardless of its worth. NO_SPACE also means that the block is
-        worth less than those that would be evicted for it; then `declined` has increased.
+        `used` is the tick of its last use if it leaves the engine's device; 0 if it stays there. CLASSES is the class
+        of a block that is stored regardless of its worth. NO_SPACE also means that the block is worth less than those
+        that would be evicted for it; then `declined` has increased.
         """
         group, share, pool = account.group, account.share, self._pool
         size, pages = group.allocated_bytes, group.pages
@@ -146,7 +149,7 @@ class Eviction:
         of_use = cls == CLASSES or share.bytes < share.floor
         while self._left > 0:
             least = self.ranking.least()
-            if least is not None and not of_use and self._declines(account, cls, least[0]):
+            if least is not None and not of_use and self._declines(account, cls, used, least[0]):
                 return Refusal.NO_SPACE
             if least is None:
                 least = self.ranking.least_of([account])  # although it has no more than its floor
@@ -160,10 +163,12 @@ class Eviction:
                 return pool.free.take(pages) or Refusal.NO_SPACE
         return Refusal.NO_SPACE
 
-    def _declines(self, account: Account, cls: int, least: float) -> bool:
+    def _declines(self, account: Account, cls: int, used: int, least: float) -> bool:
         """Return True if a block is worth less than those to be evicted for it, and of no use to a tier; if so, count
         it."""
-        if self.ranking.worth_of_new(account, cls) >= least or (self.tiers and self.tiers.will_store(account, cls & CLASS_MASK)):
+        if self.ranking.worth_of_new(account, cls, used) >= least or (
+            self.tiers and self.tiers.will_store(account, cls & CLASS_MASK)
+        ):
             return False
         self.declined += 1
         return True

@@ -9,11 +9,13 @@ from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 
 from kvcache_server.core.eviction.fair_share import FairShare
+from kvcache_server.core.eviction.holders import Holders
 from kvcache_server.core.eviction.learner import Learner
 from kvcache_server.core.eviction.worth import one_off
-from kvcache_server.core.index import EVICT_FIRST, UNQUEUED, Account, Block
+from kvcache_server.core.index import CLASS_MASK, EVICT_FIRST, UNQUEUED, Account, Block, Share
 from kvcache_server.core.pool import Pool
 
+HALF = 1 / 2  # below that probability of being of use, a block is evicted first even by age
 SAMPLE, KEPT = 32, 16  # leaves that are looked at together, and those kept of the sample before
 
 Entry = tuple[float, int, Block]  # what a leaf was worth when looked at, a number, and the leaf
@@ -22,7 +24,8 @@ Entry = tuple[float, int, Block]  # what a leaf was worth when looked at, a numb
 class Ranking:
     """Attributes: `by_age` is whether blocks are evicted by age; see `one_off` for exceptions."""
 
-    def __init__(self, pool: Pool, fair_share: FairShare, learner: Learner) -> None:
+    def __init__(self, pool: Pool, fair_share: FairShare, learner: Learner, holders: Holders) -> None:
+        self._holders = holders
         self.by_age = learner.guard.by_age
         self._pool, self._fair_share, self._worths, self._guard = pool, fair_share, learner.worths, learner.guard
         self._random = random.Random(1)
@@ -112,17 +115,18 @@ class Ranking:
         tick = block.tick
         if tick == EVICT_FIRST:
             return -float("inf")
-        account = block.account
-        if self.by_age:
-            return tick - (1 << 62) if one_off(account.share, tick & 3) else tick
-        return self._worths.worth(tick, self._pool.tick, account.share)
+        return self._worth_of(tick, block.account.share, block.held)
 
-    def worth_of_new(self, account: Account, cls: int) -> float:
-        """Return the worth of a block of class `cls` that `account` is about to store."""
-        now = self._pool.tick
+    def _worth_of(self, tick: int, share: Share, held: int) -> float:
+        elsewhere = self._holders.elsewhere(held, share.namespace) if held else 1.0
         if self.by_age:
-            return now - (1 << 62) if one_off(account.share, cls & 3) else now
-        return self._worths.worth(now | cls, now, account.share)
+            return tick - (1 << 62) if elsewhere < HALF or one_off(share, tick & CLASS_MASK) else tick
+        return self._worths.worth(tick, self._pool.tick, share) * elsewhere
+
+    def worth_of_new(self, account: Account, cls: int, used: int = 0) -> float:
+        """Return the worth of a block of class `cls` that `account` is about to store; see Eviction.make_room."""
+        share = account.share
+        return self._worth_of((used or self._pool.tick) | cls, share, 0 if used else share.device)
 
     def pop(self, entry: Entry) -> Block:
         """Remove and return the leaf of an entry that was just returned. It must be evicted then."""

@@ -63,9 +63,18 @@ class Sketch:
         classes: list[int] = (np.minimum(counts, OFTEN) | np.where(counts > 0, paces, 0)).tolist()
         return classes
 
+    def recall(self, keyed: HashArray) -> list[int]:
+        """Return the class of each block: how often it was requested before the last time, up to OFTEN."""
+        found = self._cells[self._at(keyed)]
+        counts = np.where(found >> 20 == self._marks(keyed), found & MOST, 0).astype(np.int64)
+        classes: list[int] = np.clip(counts - 1, 0, OFTEN).tolist()
+        return classes
+
     def put(self, keyed: HashArray, counts: Sequence[int], times: Sequence[int]) -> None:
         """Store how often each block was requested: 0 to MOST."""
-        self._cells[self._at(keyed)] = self._marks(keyed) << 20 | np.array(times, np.uint32) << 2 | np.array(counts, np.uint32)
+        self._cells[self._at(keyed)] = (
+            self._marks(keyed) << 20 | np.array(times, np.uint32) << 2 | np.array(counts, np.uint32)
+        )
 
     def _at(self, keyed: HashArray) -> NDArray[np.uint64]:
         return (keyed >> _HALF) * self._size >> _HALF
