@@ -130,7 +130,8 @@ class Run(msgspec.Struct, array_like=True):
     parent: bytes | None = None  # of the first; None for a root
     group: int = 0  # 0: that of the Reserve
     leaving: int = 0  # number of blocks at the end that the engine's device is about to evict
-    idle_ms: int = 0  # since these were last used there
+    idle_ms: int = 0  # since the last of these was used there
+    found: int = 0  # number of requests that have found it there
 
 
 class Reserve(Request):

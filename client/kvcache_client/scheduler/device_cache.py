@@ -49,7 +49,8 @@ class _Held:
 class Due:
     """A chain of cached blocks that is to be saved, below the block `parent`, in device `blocks`.
 
-    The last `leaving` of them, which were used `idle` seconds ago, are about to be evicted.
+    The last `leaving` of them are about to be evicted; `idle` seconds ago the last one was used, and `found` requests
+    have found it on the device.
     """
 
     keys: list[bytes]
@@ -57,6 +58,7 @@ class Due:
     blocks: list[int]
     leaving: int = 0
     idle: float = 0.0
+    found: int = 0
 
 
 class Eager:
@@ -113,7 +115,7 @@ class DeviceCache(Eager):
         self._ending: list[bytes] = []  # last block of requests that still have their device blocks
         self._given = 0  # device blocks since the last call of `evicted_next`
 
-    def hold(self, state: RequestState, first: int, end: int, saved: bool = False) -> bool:
+    def hold(self, state: RequestState, first: int, end: int, saved: bool = False, found: int = 0) -> bool:
         request, width = state.request, self._group.columns(0)
         keys, hashes = self._group.keys(request.hashes), plain(request.hashes)
         use = self._uses.setdefault(state.id, _Use(0.0))
@@ -123,8 +125,10 @@ class DeviceCache(Eager):
             if (held := self._held.get(key)) is not None:
                 if held.done and not self.reports:
                     continue
-                hits = held.hits
+                hits = held.hits + found
                 self._drop(key)
+                if hits >= HITS and self._lazy and not held.done:
+                    self._hot.append(key)
             blocks = self._group.slot_blocks(state.tables, slot, slot + 1)
             if len(blocks) < width:
                 break
@@ -135,14 +139,9 @@ class DeviceCache(Eager):
 
     def found(self, state: RequestState, tokens: int) -> None:
         end = tokens // self._group.slot_tokens
-        self.hold(state, 0, end if self.reports else min(end, state.progress.saved), saved=True)
-        if not self._lazy:
-            return
-        for key in self._group.keys(state.request.hashes)[:end]:
-            if (held := self._held.get(key)) is not None:
-                held.hits += 1
-                if held.hits >= HITS and not held.done:
-                    self._hot.append(key)
+        saved = min(end, state.progress.saved)
+        self.hold(state, 0, saved, saved=True, found=1)
+        self.hold(state, saved, end, found=1)
 
     def given(self, blocks: Iterable[int]) -> None:
         for block in blocks:
@@ -192,7 +191,7 @@ class DeviceCache(Eager):
         chain.reverse()
         blocks = [block for held in chain for block in held.blocks]
         keys, idle = [held.key for held in chain], self._clock() - last.use.at
-        return Due(keys, chain[0].above, blocks, left if self.reports else 0, idle)
+        return Due(keys, chain[0].above, blocks, left if self.reports else 0, idle, last.hits)
 
     def _holds(self, held: _Held) -> bool:
         """Whether the engine still has a block that may be in use: another connector may load into its memory, which

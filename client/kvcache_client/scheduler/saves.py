@@ -204,7 +204,7 @@ class Saves:
                 hashes = due.keys[at : at + MAX_BLOCKS]
                 leaving = max(0, due.leaving - (count - at - len(hashes)))
                 parent = due.keys[at - 1] if at else due.parent
-                run = Run(hashes, parent, 0, min(leaving, len(hashes)), int(due.idle * 1000))
+                run = Run(hashes, parent, 0, min(leaving, len(hashes)), int(due.idle * 1000), due.found)
                 blocks = due.blocks[at * columns : (at + len(hashes)) * columns]
                 self._next.append(_Asked(None, (), run, blocks, len(hashes)))
 

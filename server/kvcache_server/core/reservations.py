@@ -17,10 +17,13 @@ from kvcache_server.core.checksums import Checksums
 from kvcache_server.core.effects import Shown
 from kvcache_server.core.eviction.policy import Eviction
 from kvcache_server.core.index import (
+    CLASS_MASK,
     CLASSES,
     EVICT_FIRST,
     GONE,
     HIDDEN,
+    OFTEN,
+    PACE_MASK,
     PACE_MASK,
     Account,
     Block,
@@ -83,8 +86,8 @@ class Reservations:
             run_group = session.group(request.namespace, run.group)[1] if run.group else group
             if run.parent is not None and run_group.spec.kind == SUFFIX:
                 raise BadArgument("a run of a suffix group with a parent")
-            if not 0 <= run.leaving <= len(run.hashes) or not 0 <= run.idle_ms < 1 << 40:
-                raise BadArgument(f"leaving {run.leaving}, idle_ms {run.idle_ms}: out of bounds")
+            if not 0 <= run.leaving <= len(run.hashes) or not 0 <= run.idle_ms < 1 << 40 or run.found < 0:
+                raise BadArgument(f"leaving {run.leaving}, idle_ms {run.idle_ms}, found {run.found}: out of bounds")
             chain = run.hashes if run.parent is None else [run.parent, *run.hashes]
             check_hashes(chain, group.hash_bytes)
             if len(set(chain)) != len(chain):
@@ -165,9 +168,9 @@ class Reservations:
         """Grant the blocks of a run in order, until one is refused."""
         group = account.group
         above, suffix, holders = group.above, group.spec.kind == SUFFIX, self._eviction.holders
-        stay, used, classes = len(run.hashes) - run.leaving, 0, self._classes
+        stay, used, classes, more = len(run.hashes) - run.leaving, 0, self._classes, 0
         if run.leaving:
-            used = self._pool.tick_before(run.idle_ms / 1000)
+            used, more = self._pool.tick_before(run.idle_ms / 1000), run.found
             classes = self._eviction.learner.recall(group, [name for name in run.hashes if name not in group.visible])
         parent = group.root if run.parent is None else self._known(group, run.parent)
         if len(run.hashes) > 1 and parent is not None:
@@ -178,7 +181,8 @@ class Reservations:
             if parent is None:
                 answers.extend(bytes([Refusal.NO_PARENT]) * (len(run.hashes) - at))
                 break
-            answer, block = self._grant(reservation, account, parent, block_hash, classes.get(block_hash, 0), used)
+            cls = min(classes.get(block_hash, 0) + more, OFTEN) if used else classes.get(block_hash, 0)
+            answer, block = self._grant(reservation, account, parent, block_hash, cls, used)
             answers.append(answer)
             if at >= stay and block is not None:
                 holders.let_go(account.share, block)
@@ -206,6 +210,9 @@ class Reservations:
         if block is not None and block.parent is parent:
             if not used:
                 self._pool.touch(block)
+            elif used > block.tick:  # its device has not asked for it here
+                block.tick = used | block.tick & PACE_MASK | max(block.tick & CLASS_MASK, cls)
+                self._pool.write_tick(block)
             return _PRESENT, block
         if block is not None:
             # One of its ancestors is hidden already. The invalidation in progress frees its pages later.
