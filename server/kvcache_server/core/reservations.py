@@ -24,7 +24,6 @@ from kvcache_server.core.index import (
     HIDDEN,
     OFTEN,
     PACE_MASK,
-    PACE_MASK,
     Account,
     Block,
     BottomUp,
