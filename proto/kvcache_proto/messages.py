@@ -142,6 +142,19 @@ class Reserve(Request):
     group: int = 0
 
 
+class ReportDevice(Request):
+    """Report what is on the engine's device while no request uses it. It has no reply.
+
+    `kept` are the last blocks of chains that are there as a whole; `evicted` were such blocks, and are no longer there
+    although no `Reserve` has said that they leave.
+    """
+
+    namespace: int
+    kept: Hashes = []
+    evicted: Hashes = []
+    group: int = 0
+
+
 class Settle(Request):
     """Report the outcome of `shards` of the granted blocks at `positions`; no positions means all of them.
 

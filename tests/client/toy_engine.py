@@ -163,6 +163,9 @@ class Space:
         self._cache.hints.append(("drop", request, list(hashes), after))
         return True
 
+    def report_device(self, kept: Sequence[bytes], evicted: Sequence[bytes]) -> bool:
+        return True
+
     def report_misses(self, notes: list[MissNote]) -> bool:
         self._cache.notes += [(note.request, note.cause) for note in notes]
         return True

@@ -24,9 +24,10 @@ HITS = 2  # on the device, after which a block is saved although it is not about
 
 @dataclass(slots=True)
 class _Use:
-    """The last use of the blocks of a request, in seconds."""
+    """The last use of the blocks of a request, in seconds. `kept`: the daemon was told that the device has them."""
 
     at: float
+    kept: bool = False
 
 
 @dataclass(slots=True)
@@ -64,7 +65,12 @@ class Due:
 class Eager:
     """Full blocks are saved at once, and nothing is known of the device."""
 
-    reports = False  # whether the daemon learns what the device is about to evict
+    reports = False  # whether the daemon learns what the device has
+
+    def changes(self) -> tuple[list[bytes], list[bytes]]:
+        """Return the chains that have become unused on the device since the last call, by their last blocks, and the
+        blocks that it has evicted in the meantime without being saved again."""
+        return [], []
 
     def hold(self, state: RequestState, first: int, end: int) -> bool:
         """Note that the device has the cached blocks of a request from `first` to `end`; return whether they wait."""
@@ -113,6 +119,8 @@ class DeviceCache(Eager):
         self._uses: dict[str, _Use] = {}  # by request that has its device blocks
         self._hot: list[bytes] = []
         self._ending: list[bytes] = []  # last block of requests that still have their device blocks
+        self._kept: list[bytes] = []
+        self._evicted: list[bytes] = []
         self._given = 0  # device blocks since the last call of `evicted_next`
 
     def hold(self, state: RequestState, first: int, end: int, saved: bool = False, found: int = 0) -> bool:
@@ -147,7 +155,14 @@ class DeviceCache(Eager):
         for block in blocks:
             self._given += 1
             if (key := self._keys.get(block)) is not None:
-                self._counters.add("saves_missed" if self._lazy else "evictions_missed", int(not self._held[key].done))
+                held = self._held[key]
+                if not held.done:
+                    if self._lazy:
+                        self._counters.add("saves_missed")
+                    if held.use.kept:
+                        self._counters.add("evictions_missed")
+                        self._evicted.append(key)
+                        self._keep(self._held.get(held.above or b""))
                 self._drop(key)
 
     def due(self) -> list[Due]:
@@ -157,7 +172,7 @@ class DeviceCache(Eager):
         if 4 * self._given >= self._ahead:
             self._given = 0
             found = (self._keys.get(block) for block in self._evicted_next(self._ahead))
-            leaving.update(dict.fromkeys(key for key in found if key is not None))
+            leaving.update(dict.fromkeys(key for key in found if key is not None and self._is_due(self._held[key])))
         chains = []
         for key in (*wanted, *leaving):
             held = self._held[key]
@@ -166,11 +181,30 @@ class DeviceCache(Eager):
         return chains
 
     def ending(self, state: RequestState) -> None:
-        if (use := self._uses.pop(state.id, None)) is not None:
-            use.at = self._clock()
+        use, saved = self._uses.pop(state.id, None), state.progress.saved
+        if use is None or not saved:
+            return
+        use.at, last = self._clock(), self._group.keys(state.request.hashes)[saved - 1]
         # If few device blocks are free, the next request gets these at once.
-        if state.progress.saved and sum(1 for _ in self._evicted_next(self._ahead)) < self._ahead:
-            self._ending.append(self._group.keys(state.request.hashes)[state.progress.saved - 1])
+        if sum(1 for _ in self._evicted_next(self._ahead)) < self._ahead:
+            if self._lazy:
+                self._ending.append(last)
+        elif self.reports:
+            use.kept = True
+            self._kept.append(last)
+
+    def changes(self) -> tuple[list[bytes], list[bytes]]:
+        changes = self._kept, self._evicted
+        self._kept, self._evicted = [], []
+        return changes
+
+    def _keep(self, held: _Held | None) -> None:
+        """Report a block as the last one of a chain that the device keeps, if it does."""
+        if held is not None and held.use.kept and not held.done:
+            self._kept.append(held.key)
+
+    def _is_due(self, held: _Held) -> bool:
+        return not held.done and (self._lazy or held.use.kept)
 
     def forget(self) -> None:
         self._held.clear()
@@ -178,6 +212,8 @@ class DeviceCache(Eager):
         self._uses.clear()
         self._hot.clear()
         self._ending.clear()
+        self._kept.clear()
+        self._evicted.clear()
 
     def _chain(self, last: _Held, leaving: dict[bytes, None]) -> Due:
         """Return a block and all above it, as far as they are on the device: the daemon knows which of them it has."""
@@ -185,6 +221,8 @@ class DeviceCache(Eager):
         while (above := self._held.get(chain[-1].above or b"")) is not None and self._holds(above):
             chain.append(above)
         for held in chain:
+            if goes and held.key not in leaving:
+                self._keep(held)
             goes = goes and held.key in leaving
             left += goes
             held.done = held.done or goes or not self.reports

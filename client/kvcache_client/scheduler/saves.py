@@ -257,6 +257,9 @@ class Saves:
 
     def send(self, namespace: CacheNamespace) -> None:
         """Send the noted blocks: one Reserve for all that one step fills, unless they are too many for one."""
+        kept, evicted = self.timing.changes()
+        if kept or evicted:
+            namespace.report_device(kept, evicted)
         while self._next:
             count = hashes = 0
             while count < len(self._next) and (not count or hashes + self._next[count].whole <= MAX_BLOCKS):

@@ -421,6 +421,17 @@ class Namespace:
         if not daemon.post(connection, request, "invalidations_unsent", answered):
             then([])
 
+    def report_device(self, kept: Sequence[bytes], evicted: Sequence[bytes], group: int = 0) -> bool:
+        """Report what the engine's device keeps, by the last blocks of chains, and what it has evicted; never waits.
+
+        Returns whether it was sent.
+        """
+        connection, number = self._joined()
+        if connection is None:
+            return False
+        report = m.ReportDevice(0, b"", number, _listed(kept), _listed(evicted), group)
+        return self._daemon.post(connection, report, "device_reports_unsent")
+
     def report_misses(self, notes: list[m.MissNote], group: int = 0) -> bool:
         """Send the daemon `notes` that it cannot know otherwise; never waits. Returns whether they were sent."""
         connection, number = self._joined()

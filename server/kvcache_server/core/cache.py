@@ -91,6 +91,7 @@ class Cache:
         self._handlers: dict[type, Callable[[Session, Any], m.Reply | None]] = {
             m.Acquire: self.lookups.acquire,
             m.Release: self.lookups.release,
+            m.ReportDevice: self.lookups.report_device,
             m.Reserve: self.reservations.reserve,
             m.Settle: self.reservations.settle,
             m.Attach: self._attach,

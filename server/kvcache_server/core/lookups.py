@@ -172,8 +172,6 @@ class Lookups:
         if request.pin:
             self.last = lease = self.last + 1
             session.pin(lease, chain[-1] if chain else None, size, cover, suffixes)
-            if chain and not group.suffixes:
-                self._holders.hold(engine.shares[namespace.number], chain[-1])
         self._note_hits(namespace, group, match, hits, asked)
         blocks = [*chain, *suffixes] if suffixes else chain
         slots = b"".join([block.ref for block in blocks])
@@ -237,6 +235,21 @@ class Lookups:
                 group.read_blocks += more
             for block in suffixes:
                 block.account.group.read_blocks += 1
+
+    def report_device(self, session: Session, request: m.ReportDevice) -> None:
+        """Note what the engine's device holds and has evicted; blocks that are not cached are ignored.
+
+        Raises UnknownHandle, BadArgument; then nothing has changed.
+        """
+        namespace, group = session.group(request.namespace, request.group)
+        check_hashes([*request.kept, *request.evicted], group.hash_bytes)
+        share = session.engine.shares[namespace.number]
+        for name in request.kept:
+            if (block := group.visible.get(name)) is not None:
+                self._holders.hold(share, block)
+        for name in request.evicted:
+            if (block := group.visible.get(name)) is not None:
+                self._holders.let_go(share, block)
 
     def lend(self, session: Session, blocks: Sequence[Block]) -> tuple[int, bytes, bytes]:
         """Start a lease on blocks of one group, each by itself; return its number, their references, and checksums."""

@@ -189,8 +189,6 @@ class Reservations:
                 parent.tick = EVICT_FIRST  # the engine stops here, and saves no block of a suffix group
                 self._eviction.drop(parent)
             parent = block
-        if parent is not None and not run.leaving:
-            holders.hold(account.share, parent)
 
     @staticmethod
     def _known(group: Group, block_hash: bytes) -> Block | None:

@@ -1,11 +1,12 @@
 """Which engines' devices hold a cached block, and how likely one of these engines requests it next. Pure.
 
 As long as a block is on the device of the engine that will request it next, its copy in host memory is not needed. It
-is evicted first, and the engine saves the block again before its device evicts it.
+is evicted first, and the engine saves the block again before its device evicts it. That takes time: blocks that a
+request is using may be gone from the device as soon as it ends, so only the others count.
 
-`Block.held` is a bit set of engines. It is kept only at the last block of each chain that an engine has used: the
-device has all blocks before it, too, because engines evict the end of a chain first. When a leaf is removed, its parent
-inherits the bits. Only engines that report what their devices evict have a bit; it is lost with their last session.
+`Block.held` is a bit set of engines. It is kept only at the last block of each chain that a device holds: it has all
+blocks before it, too, because engines evict the end of a chain first. When a leaf is removed, its parent inherits the
+bits. Only engines that report what their devices evict have a bit; it is lost with their last session.
 """
 
 from __future__ import annotations
@@ -70,16 +71,14 @@ class Holders:
 
     @staticmethod
     def hold(share: Share, block: Block) -> None:
-        """Note that the engine's device has a block and those above it."""
+        """Note that the engine's device has a block and those above it, and that no request uses them."""
         if share.device:
             block.held |= share.device
 
     @staticmethod
     def let_go(share: Share, block: Block) -> None:
-        """Note that the engine's device is about to evict a block, but not those above it."""
+        """Note that the engine's device evicts a block."""
         block.held &= ~share.device
-        if block.parent is not None:
-            block.parent.held |= share.device
 
     def requested(self, share: Share, block: Block | None, on_device: bool) -> None:
         """Learn from a request of an engine for a chain of which the last cached block is `block`; `on_device` is
@@ -88,6 +87,8 @@ class Holders:
         if routing is None:
             return
         held = block.held & routing.live if block is not None else 0
+        if block is not None:
+            block.held &= ~share.device  # from now on, a request uses it
         if on_device or held == share.device != 0:
             routing.stays += 1
         elif held and not held & held - 1:

@@ -126,7 +126,7 @@ class Ranking:
     def worth_of_new(self, account: Account, cls: int, used: int = 0) -> float:
         """Return the worth of a block of class `cls` that `account` is about to store; see Eviction.make_room."""
         share = account.share
-        return self._worth_of((used or self._pool.tick) | cls, share, 0 if used else share.device)
+        return self._worth_of((used or self._pool.tick) | cls, share, 0)
 
     def pop(self, entry: Entry) -> Block:
         """Remove and return the leaf of an entry that was just returned. It must be evicted then."""
