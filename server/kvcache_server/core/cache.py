@@ -119,6 +119,12 @@ class Cache:
         """Bytes that blocks occupy."""
         return self.eviction.fair_share.used
 
+    def doubled_bytes(self) -> int:
+        """Estimate the bytes of blocks that are also on devices, where no request uses them."""
+        pages = self.pool.blocks
+        sample = [block for block in pages[:: max(1, len(pages) // LOOK)] if block is not None and block.visible]
+        return int(self.eviction.holders.doubled(sample) * self.used)
+
     @property
     def is_growing(self) -> bool:
         """Whether more pages will be ready soon."""
