@@ -345,6 +345,8 @@ class Saves:
             namespace.settle(reservation.id, Outcome.NEVER_STARTED, dropped, every, reservation.region_id)
         if not kept:
             return None
+        if asked.run.leaving:
+            self._counters.add("blocks_saved_again", len(kept))
         group = asked.run.group
         columns = self._group.columns(group)
         blocks = [block for place in whole for block in asked.blocks[place * columns : (place + 1) * columns]]
