@@ -11,6 +11,7 @@ from kvcache_proto.errors import BadArgument
 from kvcache_proto.types import FULL, MAX_HASHES, REF_BYTES, SUFFIX, SUM_BYTES, GroupSpec, check_hashes
 from kvcache_server.core.checksums import Checksums
 from kvcache_server.core.effects import Effects
+from kvcache_server.core.eviction.due import SECONDS, Due, Waiting
 from kvcache_server.core.eviction.learner import Learner
 from kvcache_server.core.index import Block, Group
 from kvcache_server.core.limits import LOOK, Limits
@@ -48,11 +49,11 @@ class _Match(NamedTuple):
 class Lookups:
     """Answers lookups, and pins the blocks that they found. `last` is the number of the last lease."""
 
-    def __init__(self, pool: Pool, learner: Learner, effects: Effects, limits: Limits) -> None:
+    def __init__(self, pool: Pool, learner: Learner, due: Due, effects: Effects, limits: Limits) -> None:
         self.last = 0
         self.checksums: Checksums | None = None  # set if there is a file for them
         self.tiers: Tiers | None = None  # set while there are any
-        self._pool, self._learner = pool, learner
+        self._pool, self._learner, self._due = pool, learner, due
         self._counters, self._refusals = effects.counters, effects.refusals
         self.set_limits(limits)
 
@@ -147,6 +148,8 @@ class Lookups:
         engine, chain, hits = session.engine, match.chain, match.hits
         suffixes, withheld = match.suffixes, match.withheld
         asked = self._note_asked(session, request, namespace, group, match)
+        if request.request and (self._due.waiting or not request.pin):
+            self._note_due(session, request, group, match)
         if hits and engine.writers[request.namespace] is None:
             # A rank that has not mapped the region could not load the blocks that its scheduler gets.
             self._counters["ranks_missing"] += 1
@@ -199,6 +202,17 @@ class Lookups:
             namespace.requested_blocks += more
             self._counters["blocks_requested"] += more
         return asked
+
+    def _note_due(self, session: Session, request: m.Acquire, group: Group, match: _Match) -> None:
+        """Note that a request waits in its engine's queue or, when it is looked up with a lease, that it does not."""
+        if request.pin:
+            self._due.end(session.engine.name, request.request)
+            return
+        used = match.used
+        blocks = [used[-1] if used else group.root, *match.suffixes]
+        waiting = Waiting(session, group, request.hashes, blocks, len(used), self._pool.now + SECONDS)
+        if not self._due.announce(request.request, waiting):
+            self._counters["announcements_over_limits"] += 1
 
     def _not_here_yet(self, session: Session, request: m.Acquire, group: Group, match: _Match) -> tuple[int, int, int]:
         """Return the numbers of blocks after the hits that are being written and that come from tiers, and when: see
