@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from kvcache_client import GroupSpec, NamespaceSpec
 from kvcache_client.scheduler.scheduler import Scheduler
 from kvcache_client.scheduler.views import IDLE, EngineFacts, NewTable, RequestView, StepView
@@ -263,7 +265,9 @@ class Engine:
         self.scheduler.allocated(request.view, [request.blocks], load)
         request.computed += load
 
-    def step(self, *scheduled: tuple[Request, int], given: Sequence[int] = ()) -> StepPlan:
+    def step(
+        self, *scheduled: tuple[Request, int], given: Sequence[int] = (), preempted: Sequence[Request] = ()
+    ) -> StepPlan:
         """Run one step; `given` are blocks that a request gets which the cache has not heard of."""
         started = [
             NewTable(request.id, (request.blocks,), request.computed)
@@ -280,6 +284,9 @@ class Engine:
             computed = [request.computed for request in running]
             names = [request.id for request in running]
             view = StepView(sum(tokens.values()), tokens, started, names, computed, [None] * len(running))
+        for request in preempted:
+            request.computed, request.scheduled = 0, False
+        view = msgspec.structs.replace(view, preempted={request.id for request in preempted})
         plan = self.scheduler.plan(view)
         for request, count in scheduled:
             request.scheduled = True

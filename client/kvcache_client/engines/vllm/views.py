@@ -128,4 +128,5 @@ def step_view(output: Any) -> StepView:
         rows = [(row, row[0] in resumed and row[2]) for row in zip(running, computed, added, strict=True)]
         started += [NewTable(request, blocks, before) for (request, before, blocks), whole in rows if whole]
         running, computed, added = ([row[column] for row, whole in rows if not whole] for column in range(3))
-    return StepView(tokens, output.num_scheduled_tokens, started, running, computed, added)
+    preempted = output.preempted_req_ids or ()
+    return StepView(tokens, output.num_scheduled_tokens, started, running, computed, added, preempted)
