@@ -100,6 +100,7 @@ def test_new_running_and_resumed_requests() -> None:
 
 def test_preempted_requests() -> None:
     assert step_view(output({"run": 1}, (), [("run", 50, None)], preempted={"again"})).preempted == {"again"}
+    assert step_view(output({}, preempted={"again"})).preempted == {"again"}
     assert not step_view(output({"run": 1}, (), [("run", 50, None)])).preempted
 
 

@@ -133,7 +133,9 @@ class Space:
             lease.pending, lease.coming, lease.eta = 0, 0, 0.0
         return lease
 
-    def prefetch(self, hashes: Sequence[bytes], *, request: str, then: Any, **facts: Any) -> bool:
+    def prefetch(
+        self, hashes: Sequence[bytes], *, request: str, then: Callable[[int], None] = lambda hits: None, **facts: Any
+    ) -> bool:
         self._cache.prefetched.append((request, len(hashes)))
         then(sum(1 for _ in itertools.takewhile(self.visible.__contains__, hashes)))
         return True

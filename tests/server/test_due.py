@@ -95,6 +95,16 @@ def test_an_aborted_request_is_due_for_a_minute_after_its_last_announcement(cach
     assert engine.hits(chain("a", 10)) < FLOOR or not cache.evicts_by_age, "what has returned is worth more"
 
 
+@pytest.mark.parametrize("suffixes", [(), (GroupSpec(16, 64 * KIB, SUFFIX, 2),)], ids=["full", "hybrid"])
+def test_a_request_that_is_announced_without_blocks_waits_no_more(cache: Cache, suffixes: tuple[GroupSpec]) -> None:
+    engine = Engine(cache, "one", suffixes=suffixes)
+    announce(engine, chain("a", 10))
+    assert cache.eviction.due.waiting
+    assert announce(engine, []) == 0
+    assert not cache.eviction.due.waiting
+    announce(engine, [])
+
+
 @pytest.mark.parametrize("leaves", ["ends", "detaches"])
 def test_nothing_is_due_for_an_engine_that_leaves(cache: Cache, engine: Engine, leaves: str) -> None:
     announce(engine, chain("a", 10))

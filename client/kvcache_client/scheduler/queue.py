@@ -41,6 +41,7 @@ class Queue:
         self._others: dict[str, RequestView] = {}
         self._announced: dict[str, _Announced] = {}  # the one whose announcement is to be repeated next is first
         self._bytes = 0
+        self.left: dict[str, None] = {}  # announced ones that have left, and were not looked up since
 
     @property
     def waiting(self) -> dict[str, RequestView]:
@@ -63,6 +64,7 @@ class Queue:
         if announced is None:
             return False
         self._bytes -= announced.bytes
+        self.left[request_id] = None
         return announced.missed
 
     def stale(self, now: float) -> bool:
@@ -70,7 +72,13 @@ class Queue:
         return bool(self._announced) and now - next(iter(self._announced.values())).at >= REPEATED_AFTER
 
     def announce(self, namespace: CacheNamespace, capacity: int, now: float) -> None:
-        """Have the daemon keep blocks of waiting requests in its `capacity` bytes, or fetch them. Never waits."""
+        """Have the daemon keep blocks of waiting requests in its `capacity` bytes, or fetch them. Never waits.
+
+        A lookup with a lease ends that. Requests that were aborted, or that need none, are announced without blocks.
+        """
+        for name in self.left:
+            namespace.prefetch((), request=name)
+        self.left.clear()
         if self.stale(now):
             name, former = next(iter(self._announced.items()))
             former.at = now

@@ -366,7 +366,7 @@ class Scheduler:
         for state in filter(None, map(self._requests.get, preempted)):
             tokens = len(state.request.hashes) * self._engine.block_tokens + 1
             queue.add(msgspec.structs.replace(state.request, tokens=max(tokens, state.request.tokens)), first=True)
-        if (queue.waiting or queue.stale(now)) and self._may_prefetch:
+        if (queue.left or queue.waiting or queue.stale(now)) and self._may_prefetch:
             queue.announce(self._membership.namespace, self._session.capacity, now)
 
     def _advance(self, step: StepView, saving: bool) -> None:

@@ -74,6 +74,9 @@ class Lookups:
             raise BadArgument(f"group {request.group} is a suffix group: a lookup of group 0 is for all groups")
         if len(hashes) > MAX_HASHES:
             raise BadArgument(f"{len(hashes)} hashes in one message: at most {MAX_HASHES}")
+        if not hashes and not request.pin:  # the engine takes an announcement back
+            self._due.end(session.engine.name, request.request)
+            return m.Acquired(request.id, 0, 0, 0, b"")
         found = group.prefix(hashes) if not group.is_suffix else []
         if len(found) < len(hashes):
             check_hashes(hashes[len(found) :], group.hash_bytes)
