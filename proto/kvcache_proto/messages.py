@@ -93,6 +93,9 @@ class Detach(Request):
 class Acquire(Request):
     """Look up the longest cached prefix of `hashes`; with `pin`, take a lease; with `verify`, also return checksums.
 
+    Without a lease, `request` waits in the engine's queue: its blocks are evicted last until it is looked up with one.
+    Without `hashes`, it waits no more.
+
     In a namespace with suffix groups, a lookup of group 0 is for all groups: the longest prefix after which the engine
     can continue. The engine has the first `start` blocks itself: it needs no blocks of suffix groups before them.
 

@@ -243,6 +243,10 @@ class Eviction(msgspec.Struct):
         ByClass,
         _counter("class_evicted_blocks", "Blocks that were evicted, by how often they had been asked for", "asked"),
     ]
+    due_bytes: Annotated[
+        Count,
+        _gauge("due_bytes", "Bytes of cached blocks that waiting requests of engines need, counted once per request"),
+    ] = 0
 
 
 class Integrity(msgspec.Struct):

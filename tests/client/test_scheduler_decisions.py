@@ -20,6 +20,7 @@ from kvcache_client.session.counters import LoggedCounters
 from kvcache_client.step_plan import NOTHING, LoadJob, Report
 from kvcache_proto.errors import BadArgument
 from kvcache_proto.types import unpack_refs
+from kvcache_server.core.eviction import due
 
 ASK_AGAIN, NO_HIT = (None, False), (0, False)
 
@@ -343,11 +344,11 @@ def test_requests_that_wait_in_the_queue_are_announced_in_order_and_up_to_a_limi
     assert len(cache.prefetched) == 2, "each is announced once"
     engine.finish(requests[1])  # aborted
     engine.step()
-    assert cache.prefetched[2:] == [("r3", 2)]
+    assert cache.prefetched[2:] == [("r1", 0), ("r3", 2)], "the aborted one is taken back"
     assert engine.ask(requests[2]) == engine.ask(requests[3]) == NO_HIT
     engine.scheduler.queued(engine.request("next", chain("next", 5)).view)
     engine.step()
-    assert cache.prefetched[3:] == [("next", 5)]
+    assert cache.prefetched[4:] == [("next", 5)], "those that were looked up are not"
     assert engine.scheduler.counters["prefetches"] == 4
 
 
@@ -363,7 +364,7 @@ def test_requests_whose_hint_asks_for_it_are_announced_first(cache: Cache) -> No
     assert cache.prefetched == [("b", 2), ("d", 2)]
     engine.finish(requests["b"])
     engine.step()
-    assert cache.prefetched[2:] == [("a", 2)]
+    assert cache.prefetched[2:] == [("b", 0), ("a", 2)]
 
 
 def test_a_drafter_s_block_is_announced_too_and_not_too_many_requests_are(cache: Cache) -> None:
@@ -372,11 +373,59 @@ def test_a_drafter_s_block_is_announced_too_and_not_too_many_requests_are(cache:
     for number in range(queue.MOST_ANNOUNCED + 1):
         waiting.add(RequestView(f"r{number}", 3 * BLOCK, 3 * BLOCK, chain(f"r{number}", 3)))
     space = cache.attach(SPEC, (), 0)
-    waiting.announce(space, 1 << 30)
+    waiting.announce(space, 1 << 30, 0.0)
     assert cache.prefetched == [(f"r{number}", 3) for number in range(queue.MOST_ANNOUNCED)], "2 can be loaded"
     waiting.leave("r7")
-    waiting.announce(space, 1 << 30)
-    assert len(cache.prefetched) == queue.MOST_ANNOUNCED + 1
+    waiting.announce(space, 1 << 30, 0.0)
+    assert cache.prefetched[queue.MOST_ANNOUNCED :] == [("r7", 0), (f"r{queue.MOST_ANNOUNCED}", 3)]
+
+
+def test_a_preempted_request_is_announced_once_with_what_it_has_filled_and_comes_first(cache: Cache) -> None:
+    engine = Engine(cache)
+    run, other, waiting = (engine.request(name, chain(name, 2)) for name in ("run", "other", "waiting"))
+    for request in (run, other):
+        engine.ask(request)
+        engine.admit(request)
+    engine.step((run, run.tokens), (other, other.tokens))
+    run.hashes += chain("answer", 2)
+    engine.scheduler.queued(waiting.view)
+    engine.step((other, 1), preempted=[run, engine.request("of no interest", [])])
+    assert cache.prefetched == [("run", 4), ("waiting", 2)]
+    engine.step((other, 1))
+    assert engine.ask(run) == NO_HIT
+    engine.admit(run)
+    engine.step((run, 1))
+    engine.now += queue.REPEATED_AFTER
+    engine.step((run, 1))
+    assert cache.prefetched[2:] == [("waiting", 2)], "the other one is scheduled"
+
+
+def test_what_the_engine_has_of_its_own_is_not_announced_any_more(cache: Cache) -> None:
+    engine = Engine(cache)
+    request = engine.request("r", chain("r", 2))
+    engine.scheduler.queued(request.view)
+    engine.step()
+    request.computed = 2 * BLOCK
+    assert engine.ask(request) == NO_HIT
+    engine.step()
+    assert not cache.lookups
+    assert cache.prefetched == [("r", 2), ("r", 0)]
+
+
+def test_announcements_are_repeated_one_per_step_before_the_daemon_forgets_them(cache: Cache) -> None:
+    engine = Engine(cache)
+    for name in "abc":
+        engine.scheduler.queued(engine.request(name, chain(name, 2)).view)
+    engine.step()
+    engine.now += queue.REPEATED_AFTER - 1
+    engine.step()
+    assert len(cache.prefetched) == 3
+    engine.now += 1
+    engine.scheduler.finished("b", 0)
+    for _ in range(4):
+        engine.step()
+    assert cache.prefetched[3:] == [("b", 0), ("a", 2), ("c", 2)]
+    assert queue.REPEATED_AFTER <= due.SECONDS / 2
 
 
 def test_blocks_that_came_while_a_request_was_in_the_queue_are_explained(cache: Cache) -> None:

@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from kvcache_client import GroupSpec, NamespaceSpec
 from kvcache_client.scheduler.scheduler import Scheduler
 from kvcache_client.scheduler.views import IDLE, EngineFacts, NewTable, RequestView, StepView
@@ -131,7 +133,9 @@ class Space:
             lease.pending, lease.coming, lease.eta = 0, 0, 0.0
         return lease
 
-    def prefetch(self, hashes: Sequence[bytes], *, request: str, then: Any, **facts: Any) -> bool:
+    def prefetch(
+        self, hashes: Sequence[bytes], *, request: str, then: Callable[[int], None] = lambda hits: None, **facts: Any
+    ) -> bool:
         self._cache.prefetched.append((request, len(hashes)))
         then(sum(1 for _ in itertools.takewhile(self.visible.__contains__, hashes)))
         return True
@@ -274,7 +278,9 @@ class Engine:
         self.scheduler.allocated(request.view, [request.blocks], load)
         request.computed += load
 
-    def step(self, *scheduled: tuple[Request, int], given: Sequence[int] = ()) -> StepPlan:
+    def step(
+        self, *scheduled: tuple[Request, int], given: Sequence[int] = (), preempted: Sequence[Request] = ()
+    ) -> StepPlan:
         """Run one step; `given` are blocks that a request gets which the cache has not heard of."""
         started = [
             NewTable(request.id, (request.blocks,), request.computed)
@@ -291,6 +297,9 @@ class Engine:
             computed = [request.computed for request in running]
             names = [request.id for request in running]
             view = StepView(sum(tokens.values()), tokens, started, names, computed, [None] * len(running))
+        for request in preempted:
+            request.computed, request.scheduled = 0, False
+        view = msgspec.structs.replace(view, preempted={request.id for request in preempted})
         plan = self.scheduler.plan(view)
         for request, count in scheduled:
             request.scheduled = True

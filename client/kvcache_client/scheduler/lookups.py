@@ -71,6 +71,7 @@ class Lookups:
         """
         request, waited, state.waits.put_off = state.request, state.waits.put_off, False
         self.forget(state)
+        self.queue.left.pop(request.id, None)
         keys = self._group.keys(request.hashes)[: limit + self._group.volatile]
         on_device = start // self._group.blocks_per_slot
         had = on_device if self._group.suffixes else 0

@@ -327,8 +327,7 @@ class Scheduler:
             membership.compare_weights()
         if self._notes.entries:
             self._send_notes()
-        if self._lookups.queue.waiting and self._may_prefetch:
-            self._lookups.queue.announce(membership.namespace, self._session.capacity)
+        self._announce(step.preempted if self._engine.loads else (), now)
         if not (requests or self._saves.waiting or self._canaries.due or requests.finished or membership.announced):
             return StepPlan(self._step, timed=True) if timed else NOTHING
         loads = self._loads.take_jobs() if self._loads.jobs else []
@@ -362,6 +361,15 @@ class Scheduler:
         plan = StepPlan(self._step, saves, guarded, loads, finished, membership.announced, checks, timed=timed)
         membership.announced = None
         return plan
+
+    def _announce(self, preempted: Collection[str], now: float) -> None:
+        """Tell the daemon which requests wait. The `preempted` ones do so with all blocks that they have filled."""
+        queue = self._lookups.queue
+        for state in filter(None, map(self._requests.get, preempted)):
+            tokens = len(state.request.hashes) * self._engine.block_tokens + 1
+            queue.add(msgspec.structs.replace(state.request, tokens=max(tokens, state.request.tokens)), first=True)
+        if (queue.left or queue.waiting or queue.stale(now)) and self._may_prefetch:
+            queue.announce(self._membership.namespace, self._session.capacity, now)
 
     def _advance(self, step: StepView, saving: bool) -> None:
         """Note each request's computed tokens at the end of `step`: save full blocks, and compare due canaries."""

@@ -82,7 +82,7 @@ class Cache:
         self.eviction = eviction = Eviction(pool, sweeper, limits, draw, self.hasher, policy)
         self.registry = registry = Registry(pool, eviction, sweeper, limits)
         self.namespaces, self.sessions = registry.namespaces, registry.sessions
-        self.lookups = Lookups(pool, eviction.learner, eviction.holders, self.effects, limits)
+        self.lookups = Lookups(pool, eviction, self.effects, limits)
         self.reservations = Reservations(pool, eviction, registry.engines, sweeper, limits)
         self.lookups.last = self.reservations.last = epoch << EPOCH_SHIFT
         self.invalidation = Invalidation(pool, eviction, self.reservations, sweeper)
@@ -332,6 +332,7 @@ class Cache:
         self._begin_turn(now, Actor(now))
         self.eviction.learner.learn()
         self.registry.tick(now)
+        self.eviction.due.end_if(lambda each: each.until <= now)
         if self.eviction.frozen and (not self.registry.not_reclaimed or now >= self._grace_until):
             self.eviction.frozen = False
         self.sweeper.add(self.reservations.free_quarantined)

@@ -24,6 +24,7 @@ _FEW = 10_000  # microseconds that the whole check may take while requests wait
 def check_integrity(cache: Cache) -> None:
     """Raise AssertionError, naming what is broken, unless all invariants hold. O(blocks)."""
     _check_counts(cache)
+    cache.eviction.due.check()
     holders = cache.registry.holders()
     leases = [lease for session in holders for lease in session.leases.values()]
     _check_leases(leases)

@@ -11,8 +11,8 @@ from kvcache_proto.errors import BadArgument
 from kvcache_proto.types import FULL, MAX_HASHES, REF_BYTES, SUFFIX, SUM_BYTES, GroupSpec, check_hashes
 from kvcache_server.core.checksums import Checksums
 from kvcache_server.core.effects import Effects
-from kvcache_server.core.eviction.holders import Holders
-from kvcache_server.core.eviction.learner import Learner
+from kvcache_server.core.eviction.due import SECONDS, Waiting
+from kvcache_server.core.eviction.policy import Eviction
 from kvcache_server.core.index import Block, Group
 from kvcache_server.core.limits import LOOK, Limits
 from kvcache_server.core.pool import Pool
@@ -49,11 +49,12 @@ class _Match(NamedTuple):
 class Lookups:
     """Answers lookups, and pins the blocks that they found. `last` is the number of the last lease."""
 
-    def __init__(self, pool: Pool, learner: Learner, holders: Holders, effects: Effects, limits: Limits) -> None:
+    def __init__(self, pool: Pool, eviction: Eviction, effects: Effects, limits: Limits) -> None:
         self.last = 0
         self.checksums: Checksums | None = None  # set if there is a file for them
         self.tiers: Tiers | None = None  # set while there are any
-        self._pool, self._learner, self._holders = pool, learner, holders
+        self._pool, self._learner = pool, eviction.learner
+        self._holders, self._due = eviction.holders, eviction.due
         self._counters, self._refusals = effects.counters, effects.refusals
         self.set_limits(limits)
 
@@ -74,6 +75,9 @@ class Lookups:
             raise BadArgument(f"group {request.group} is a suffix group: a lookup of group 0 is for all groups")
         if len(hashes) > MAX_HASHES:
             raise BadArgument(f"{len(hashes)} hashes in one message: at most {MAX_HASHES}")
+        if not hashes and not request.pin:  # the engine takes an announcement back
+            self._due.end(session.engine.name, request.request)
+            return m.Acquired(request.id, 0, 0, 0, b"")
         found = group.prefix(hashes) if not group.is_suffix else []
         if len(found) < len(hashes):
             check_hashes(hashes[len(found) :], group.hash_bytes)
@@ -148,6 +152,8 @@ class Lookups:
         engine, chain, hits = session.engine, match.chain, match.hits
         suffixes, withheld = match.suffixes, match.withheld
         asked = self._note_asked(session, request, namespace, group, match)
+        if request.request and (self._due.waiting or not request.pin):
+            self._note_due(session, request, group, match)
         if hits and engine.writers[request.namespace] is None:
             # A rank that has not mapped the region could not load the blocks that its scheduler gets.
             self._counters["ranks_missing"] += 1
@@ -206,6 +212,17 @@ class Lookups:
             self._counters["blocks_requested"] += more
         return asked
 
+    def _note_due(self, session: Session, request: m.Acquire, group: Group, match: _Match) -> None:
+        """Note that a request waits in its engine's queue or, when it is looked up with a lease, that it does not."""
+        if request.pin:
+            self._due.end(session.engine.name, request.request)
+            return
+        used = match.used
+        blocks = [used[-1] if used else group.root, *match.suffixes]
+        waiting = Waiting(session, group, request.hashes, blocks, len(used), self._pool.now + SECONDS)
+        if not self._due.announce(request.request, waiting):
+            self._counters["announcements_over_limits"] += 1
+
     def _not_here_yet(self, session: Session, request: m.Acquire, group: Group, match: _Match) -> tuple[int, int, int]:
         """Return the numbers of blocks after the hits that are being written and that come from tiers, and when: see
         Acquired."""
@@ -226,6 +243,8 @@ class Lookups:
             self._pool.touch(match.proof or chain[-1], 1)
         for block in suffixes:
             self._pool.touch(block, 1)
+        if not asked.lookups:
+            return  # an announcement, which is counted as a lookup later
         more = hits - asked.hits
         if more > 0:
             asked.hits += more

@@ -140,6 +140,7 @@ class Registry:
             self.disconnect(number, 0.0)
         self.end_leases_of(self.take_former(number))
         engine = self.disconnected.pop(number).engine
+        self._eviction.due.end_if(lambda each: each.session.id == number)
         engine.disconnected.discard(number)
         self.not_reclaimed.discard(number)
         return engine
@@ -231,6 +232,9 @@ class Registry:
             self._counters["detaches_unknown"] += 1
             return
         self._note_members(session.engine, left[0])
+        self._eviction.due.end_if(
+            lambda each: (each.session.id, each.group.namespace) == (session.id, request.namespace)
+        )
         self.prune()
 
     def _note_members(self, engine: Engine, namespace: Namespace, reports: bool = False) -> None:

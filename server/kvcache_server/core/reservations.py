@@ -406,6 +406,8 @@ class Reservations:
         if not group.reaches(parent):
             return Verdict.HIDDEN
         group.show(block, self.showing)
+        if self._eviction.due.waiting:
+            self._eviction.due.shown(block)
         if group.is_suffix:
             self._eviction.pass_boundaries(block)
         changes = self._effects.changes  # as Effects.shown does, without the call
@@ -426,6 +428,7 @@ class Reservations:
             if block.pins == GONE or block.parent is None or not group.reaches(block.parent):
                 continue  # it was doomed in the meantime, or will be: its parent is hidden
             group.show(block, waiting)
+            self._eviction.due.shown(block)
             self._effects.shown(block)
         return bool(waiting)
 

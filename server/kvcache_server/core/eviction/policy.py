@@ -8,6 +8,7 @@ from itertools import islice
 
 from kvcache_proto.types import MAX_GROUPS, Refusal
 from kvcache_server import status
+from kvcache_server.core.eviction.due import Due
 from kvcache_server.core.eviction.fair_share import FairShare
 from kvcache_server.core.eviction.holders import Holders
 from kvcache_server.core.eviction.learner import Learner
@@ -63,8 +64,8 @@ class Eviction:
         self._useless: list[tuple[Block, str]] = []  # blocks to continue with, and the cause of the eviction
         self.learner = Learner(pool, draw, hasher, policy != LRU)
         self.fair_share = FairShare(pool.capacity, limits.namespace_floor)
-        self.holders = Holders()
-        self.ranking = Ranking(pool, self.fair_share, self.learner, self.holders)
+        self.holders, self.due = Holders(), Due(pool.capacity, self.fair_share)
+        self.ranking = Ranking(pool, self.fair_share, self.learner, self.holders, self.due)
         self.evictions: Counter[str] = Counter()  # blocks by cause
         self.evicted_unread = 0  # evicted blocks that no lookup had found
         self.evicted_by_class = [0] * CLASSES
@@ -108,6 +109,7 @@ class Eviction:
             declined_blocks=self.declined,
             hit_blocks_by_class=status.ByClass(*self.learner.hits_by_class),
             evicted_blocks_by_class=status.ByClass(*self.evicted_by_class),
+            due_bytes=self.due.bytes,
         )
 
     def set_aside(self, pages: int) -> None:
@@ -233,6 +235,7 @@ class Eviction:
                 block.tick == EVICT_FIRST
                 and account.share.bytes > account.share.floor
                 and account.group.is_evictable(block)
+                and id(block) not in self.due.waiting
             ):
                 parent = block.parent
                 self._pool.give_back(self._evicted(block, PASSED if account.group.is_suffix else DROPPED))
@@ -329,6 +332,7 @@ class Eviction:
         """Drop references to a removed group, whose accounts are gone already."""
         left = ((key, each) for key, each in self._dropped.items() if each.account.group is not group)
         self._dropped = OrderedDict(left)
+        self.due.end_if(lambda each: each.group is group)
 
     def discard(self, block: Block) -> None:
         """Remove a block that is not in use and that lookups no longer find."""
@@ -345,6 +349,8 @@ class Eviction:
         if parent is not None and parent.ref and (read or parent.tick != before):
             pool.write_tick(parent, read)
         account.share.bytes -= account.group.allocated_bytes
+        if self.due.waiting and parent is not None:
+            self.due.gone(block, parent)
         return visible, read, pool.vacate(block, page)
 
     def _below_ceiling(self, shares: Sequence[Share], size: int, ceiling: int, cause: str) -> bool:

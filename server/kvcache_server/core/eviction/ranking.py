@@ -8,6 +8,7 @@ import random
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 
+from kvcache_server.core.eviction.due import Due
 from kvcache_server.core.eviction.fair_share import FairShare
 from kvcache_server.core.eviction.holders import Holders
 from kvcache_server.core.eviction.learner import Learner
@@ -24,9 +25,8 @@ Entry = tuple[float, int, Block]  # what a leaf was worth when looked at, a numb
 class Ranking:
     """Attributes: `by_age` is whether blocks are evicted by age; see `one_off` for exceptions."""
 
-    def __init__(self, pool: Pool, fair_share: FairShare, learner: Learner, holders: Holders) -> None:
-        self._holders = holders
-        self.by_age = learner.guard.by_age
+    def __init__(self, pool: Pool, fair_share: FairShare, learner: Learner, holders: Holders, due: Due) -> None:
+        self.by_age, self._holders, self._due = learner.guard.by_age, holders, due
         self._pool, self._fair_share, self._worths, self._guard = pool, fair_share, learner.worths, learner.guard
         self._random = random.Random(1)
         self._heap: list[Entry] = []
@@ -112,6 +112,8 @@ class Ranking:
         heapq.heappush(self._heap, (self._worth(block), next(self._numbers), block))
 
     def _worth(self, block: Block) -> float:
+        if self._due.waiting and id(block) in self._due.waiting:
+            return self._due.worth(block)
         tick = block.tick
         if tick == EVICT_FIRST:
             return -float("inf")
