@@ -75,19 +75,32 @@ class SimulatedDaemon:
         ends = [at for at in range(begin + 1, end + 1) if at % self._checkpoint == 0 or at in (divergence, length)]
         return sorted({each for at in ends for each in range(at - suffix.needed(at), at)})
 
-    def ask(self, engine: int, hashes: list[bytes], now: float, clock: Callable[[], float]) -> tuple[int, float]:
-        """Look a prompt up, load the hits and save the rest; return the hits, and the seconds of the lookup."""
+    def ask(
+        self,
+        engine: int,
+        hashes: list[bytes],
+        now: float,
+        clock: Callable[[], float],
+        start: int = 0,
+        gone: Sequence[m.Run] = (),
+    ) -> tuple[int, float]:
+        """Look a prompt up, load the hits and save the rest; return the hits, and the seconds of the lookup.
+
+        The engine's device has the first `start` blocks, and evicts the last blocks of the chains `gone` for the rest.
+        """
         session, handle = self._sessions[engine], self.cache.handle
         self.cache.effects.take()  # nothing follows them
         while self.cache.sweeper.go_on():
             pass
-        question = m.Acquire(1, b"", self._namespace, hashes)
+        question = m.Acquire(1, b"", self._namespace, hashes, start=start)
         begin = clock()
         found = handle(session, question, now)
         seconds = clock() - begin
         assert isinstance(found, m.Acquired)
         if found.lease:
             handle(session, m.Release(1, b"", [found.lease]), now)
+        for run in gone:
+            self._leave(session, run, now)
         divergence = self._whole(hashes) if self._divergences else 0
         for begin in range(found.hits, len(hashes), self._step):
             end = min(begin + self._step, len(hashes))
@@ -98,6 +111,15 @@ class SimulatedDaemon:
             if not all(self._save(session, runs[at : at + MAX_BLOCKS], now) for at in range(0, len(runs), MAX_BLOCKS)):
                 break
         return found.hits, seconds
+
+    def _leave(self, session: int, run: m.Run, now: float) -> None:
+        """Save what is missing of a chain whose last blocks leave the device."""
+        hashes, stays = run.hashes, len(run.hashes) - run.leaving
+        for at in range(0, len(hashes), MAX_BLOCKS):
+            end = min(at + MAX_BLOCKS, len(hashes))
+            parent, leaving = hashes[at - 1] if at else None, max(end - max(at, stays), 0)
+            if not self._save(session, [m.Run(hashes[at:end], parent, 0, leaving, run.idle_ms)], now):
+                return  # those behind would have no parent
 
     def _save(self, session: int, runs: list[m.Run], now: float) -> bool:
         """Save blocks; return whether more may follow them."""
