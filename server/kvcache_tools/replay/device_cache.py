@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
 
 from kvcache_proto.messages import Run
@@ -16,7 +17,7 @@ class DeviceCache:
     def __init__(self, capacity: int = 0, reports: bool = False) -> None:
         self.capacity, self.reports, self.hits = capacity, reports, 0
         # The parent and the last use of each block, in the order of eviction. A block goes before those above it.
-        self._blocks: dict[bytes, tuple[bytes | None, float]] = {}
+        self._blocks: OrderedDict[bytes, tuple[bytes | None, float]] = OrderedDict()
 
     def ask(self, prompt: Sequence[bytes], now: float) -> tuple[int, list[Run]]:
         """Look a prompt up, and take its blocks; of a prompt that does not fit, the first ones.
@@ -28,8 +29,8 @@ class DeviceCache:
         hits = next((at for at, name in enumerate(prompt) if name not in blocks), len(prompt))
         self.hits += hits
         for at in range(min(len(prompt), self.capacity) - 1, -1, -1):
-            blocks.pop(prompt[at], None)
             blocks[prompt[at]] = prompt[at - 1] if at else None, now
+            blocks.move_to_end(prompt[at])
         gone: list[Run] = []
         last: tuple[bytes | None, float] = None, now
         while len(blocks) > self.capacity:

@@ -4,7 +4,6 @@ cache. Pure, except for the clock that is passed in."""
 from __future__ import annotations
 
 import contextlib
-import heapq
 import statistics
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -14,13 +13,14 @@ import msgspec
 
 from kvcache_proto.errors import ConfigError
 from kvcache_server.core.eviction.policy import WORTH
+from kvcache_server.insight.optimum import best_hits
+from kvcache_server.slices import finish
 from kvcache_tools.plan.room import Room, room
 from kvcache_tools.replay.device_cache import DeviceCache
 from kvcache_tools.replay.simulated_daemon import SimulatedDaemon, block_hash
 from kvcache_tools.replay.trace import TraceRequest
 
 ROUTINGS = ("round-robin", "prefix")
-_NEVER = 1 << 62
 
 
 class Setup(msgspec.Struct, frozen=True):
@@ -177,32 +177,5 @@ def distinct(requests: Sequence[TraceRequest]) -> int:
 
 
 def optimum(requests: Sequence[TraceRequest], blocks: int) -> int:
-    """Return the maximum number of hits of a cache of `blocks` blocks if the whole trace is known beforehand.
-
-    The optimum is Belady's: keep the blocks that are requested again soonest. A block is only useful together with
-    those before it, which that rule respects: every request for a block also requests those before it, so their next
-    use is never later; of blocks with the same next use, the deepest is evicted first. Hence the optimum for single
-    blocks is also one for prefixes, and an upper bound for any cache of the same size that does not know the future.
-    """
-    following: dict[int | str, int] = {}
-    uses: list[list[int]] = []  # for each block of each request: the next request with it
-    for number in range(len(requests) - 1, -1, -1):
-        asked = requests[number].blocks
-        uses.append([following.get(block, _NEVER) for block in asked])
-        following.update(dict.fromkeys(asked, number))
-    uses.reverse()
-    kept: dict[int | str, int] = {}
-    # A heap: latest next use first, then deepest; no blocks are compared.
-    last: list[tuple[int, int, int, int | str]] = []
-    hits = 0
-    for number, (request, next_uses) in enumerate(zip(requests, uses, strict=True)):
-        for depth, (block, use) in enumerate(zip(request.blocks, next_uses, strict=True)):
-            hits += kept.pop(block, None) is not None
-            if use != _NEVER:
-                kept[block] = use
-                heapq.heappush(last, (-use, -depth, number, block))
-        while len(kept) > blocks:
-            use, _, _, block = heapq.heappop(last)
-            if kept.get(block) == -use:
-                del kept[block]
-    return hits
+    """Return the maximum number of hits of a cache of `blocks` blocks if the whole trace is known beforehand."""
+    return finish(best_hits([request.blocks for request in requests], blocks))
