@@ -224,13 +224,12 @@ def test_a_long_chain_leaves_in_several_reservations() -> None:
     shadow = SimulatedDaemon(room(700 * MIB, MIB), 512, 2, policy="lru")
     devices = [DeviceCache(300, reports=True), DeviceCache(600, reports=True)]
 
-    def ask(engine: int, prompt: list[bytes], now: float) -> tuple[int, int]:
-        start, gone = devices[engine].ask(prompt, now)
-        return start, shadow.ask(engine, prompt, now, time.perf_counter, start, gone)[0]
+    def ask(engine: int, prompt: list[bytes], now: float) -> int:
+        return shadow.ask(engine, prompt, now, time.perf_counter, devices[engine])[0]
 
-    assert ask(0, first, 0.0) == ask(1, other, 1.0) == (0, 0)
-    assert ask(0, names(2000), 2.0) == (0, 0)  # saves the first prompt again, most of which the second had evicted
-    assert ask(1, first, 3.0) == (0, 300)
+    assert ask(0, first, 0.0) == ask(1, other, 1.0) == 0
+    assert ask(0, names(2000), 2.0) == 0  # saves the first prompt again, most of which the second had evicted
+    assert ask(1, first, 3.0) == 300 and devices[1].hits == 0
     check_integrity(shadow.cache)
 
 

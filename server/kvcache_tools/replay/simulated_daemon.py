@@ -17,6 +17,7 @@ from kvcache_server.core.cache import Cache
 from kvcache_server.core.eviction.policy import WORTH
 from kvcache_server.core.limits import Limits
 from kvcache_tools.plan.room import Room
+from kvcache_tools.replay.device_cache import DeviceCache
 
 STEP_TOKENS = 8192  # number that an engine computes, and saves, per step
 
@@ -81,17 +82,17 @@ class SimulatedDaemon:
         hashes: list[bytes],
         now: float,
         clock: Callable[[], float],
-        start: int = 0,
-        gone: Sequence[m.Run] = (),
+        device: DeviceCache | None = None,
     ) -> tuple[int, float]:
         """Look a prompt up, load the hits and save the rest; return the hits, and the seconds of the lookup.
 
-        The engine's device has the first `start` blocks, and evicts the last blocks of the chains `gone` for the rest.
+        Hits on the engine's `device`, if any, are hits, too; the daemon saves what it lacks of them.
         """
         session, handle = self._sessions[engine], self.cache.handle
         self.cache.effects.take()  # nothing follows them
         while self.cache.sweeper.go_on():
             pass
+        start, gone = device.ask(hashes, now) if device is not None else (0, [])
         question = m.Acquire(1, b"", self._namespace, hashes, start=start)
         begin = clock()
         found = handle(session, question, now)
@@ -110,7 +111,7 @@ class SimulatedDaemon:
                 runs += [m.Run([hashes[at]], None, number) for at in slots]
             if not all(self._save(session, runs[at : at + MAX_BLOCKS], now) for at in range(0, len(runs), MAX_BLOCKS)):
                 break
-        return found.hits, seconds
+        return max(start, found.hits), seconds
 
     def _leave(self, session: int, run: m.Run, now: float) -> None:
         """Save what is missing of a chain whose last blocks leave the device."""

@@ -160,10 +160,9 @@ def play(
     """
     hits, times = 0, []
     for request, prompt, engine in zip(requests, prompts, engines, strict=True):
-        daemon, number = daemons[engine], engine if daemons[engine].engines > 1 else 0
-        start, gone = devices[engine].ask(prompt, request.at) if devices else (0, ())
-        found, seconds = daemon.ask(number, prompt, request.at, clock, start, gone)
-        hits += max(start, found)
+        daemon, device = daemons[engine], devices[engine] if devices else None
+        found, seconds = daemon.ask(engine if daemon.engines > 1 else 0, prompt, request.at, clock, device)
+        hits += found
         times.append(seconds)
     return hits, times
 
