@@ -17,7 +17,7 @@ from kvcache_proto import messages as m
 from kvcache_proto.codec import MAX_FRAME, encode
 from kvcache_proto.errors import NotPermitted
 from kvcache_proto.types import BlockRef, Breaker, GroupSpec, NamespaceSpec, Outcome, Refusal
-from kvcache_server.commands.describe import evicting
+from kvcache_server.commands.describe import blocks, evicting, regretted
 from kvcache_server.core.cache import Cache
 from kvcache_server.core.eviction.policy import LRU, WORTH
 from kvcache_server.core.index import Account, Block, Share
@@ -26,7 +26,7 @@ from kvcache_server.core.registry import MAX_ATTACHED
 from kvcache_server.core.sampling import KeyedHasher, keyed_draw
 from kvcache_server.insight.infinite_cache import InfiniteCache
 from kvcache_server.insight.stats import MOST_IDENTITY, Residency
-from kvcache_server.status import Eviction, Histogram
+from kvcache_server.status import Eviction, Hindsight, Histogram, Status
 
 
 def pool(cache: Cache) -> dict:
@@ -54,6 +54,85 @@ def test_evicted_blocks_that_were_never_read_are_counted_separately():
     engine.store(["c"])  # takes the place of a `b`, of which none was read
     assert cache.eviction.evicted_unread == 2
     check_integrity(cache)
+
+
+def test_an_eviction_was_early_if_a_lookup_misses_the_block_within_a_minute() -> None:
+    cache = make_cache(32, policy=LRU)
+    one, two = (Engine(cache, name, block_bytes=500 << 10, model=name) for name in "ab")  # room for four
+
+    def early(engine: Engine, now: float, names: list[str]) -> int:
+        engine.now = now
+        engine.hits(names)
+        return int(figures(cache, now)["evicted_early"])
+
+    one.store(chain("a", 4))
+    one.now = 100.0
+    assert early(one, 100.0, chain("a", 4)) == 0
+    one.store(chain("b", 4))
+    assert cache.eviction.evictions == {"room": 4}
+    assert early(two, 101.0, chain("a", 4)) == 0, "another model's blocks"
+    assert early(one, 159.0, chain("a", 2)) == early(one, 159.0, chain("a", 2)) == 2, "only once"
+    assert early(one, 160.0, chain("a", 3)) == 3
+    assert early(one, 160.1, chain("a", 4)) == 3, "too late"
+
+
+def test_an_eviction_is_early_even_if_a_shorter_prompt_was_refused_in_between() -> None:
+    cache = make_cache(32, policy=LRU, pin_quota=1.0)
+    engine = Engine(cache, "one", block_bytes=500 << 10)
+    engine.store(chain("a", 4))
+    engine.store(chain("b", 4))
+    engine.now = 10.0
+    engine.acquire(chain("b", 4))
+    engine.hits(chain("a", 1))
+    assert engine.store(chain("a", 1)) == [Refusal.NO_SPACE]
+    engine.hits(chain("a", 4))
+    assert figures(cache, 10.0)["evicted_early"] == 4
+
+
+def requested(cache: Cache, now: float) -> tuple[float, ...]:
+    found = figures(cache, now)["hindsight"]
+    return tuple(found[key] for key in ("seconds", "requested_blocks", "hit_blocks", "optimum_blocks"))
+
+
+def test_hits_are_compared_with_those_of_an_optimal_policy() -> None:
+    cache = make_cache(32)
+    engine = Engine(cache, "one", block_bytes=500 << 10)  # room for four: all requests are in the sample
+    hits = 0
+    for turn in range(40):  # five blocks, over and over: it is best to keep the same four of them
+        engine.now = turn * 10.0
+        hits += engine.hits([name := f"a{turn % 5}"])
+        engine.store([name])
+    assert requested(cache, 400.0) == (400.0, 40, hits, 40 - 5 - 7)
+    assert hits < 40 - 5 - 7
+    engine.now = 405.0
+    engine.hits([name])
+    assert requested(cache, 406.0)[1] == 40, "as computed a moment ago"
+    assert requested(cache, 3650.0) == (3600.0, 36, 1, 36 - 5 - 6)
+    assert requested(cache, 9000.0) == (0, 0, 0, 0)
+
+
+def test_a_sample_without_its_beginning_starts_with_what_is_cached() -> None:
+    cache = make_cache(32)
+    engine = Engine(cache, "one", block_bytes=500 << 10)
+    engine.store(chain("a", 3))
+    engine.now = 5000.0
+    assert [engine.hits(chain("a", 3)), engine.hits(["b"])] == [3, 0]
+    engine.now = 5000.5
+    assert engine.hits(["b"]) == 0
+    assert requested(cache, 5001.0) == (1.0, 5, 3, 4), "which would have stored the other block"
+
+
+def test_no_policy_could_have_what_is_not_written_yet() -> None:
+    cache = make_cache(32)
+    engine = Engine(cache, "one", block_bytes=500 << 10)
+    asked = m.Acquire(1, b"", engine.namespace, hashes(["a"]), pin=False)
+    for _ in range(3):  # in one turn of the daemon
+        cache.answer(engine.session, asked, 1.0)
+    engine.now = 1.0
+    engine.reserve(["a"])
+    engine.now = 2.0
+    assert engine.hits(["a"]) == 0
+    assert requested(cache, 2.0) == (1.0, 1, 0, 0)
 
 
 def test_storing_a_block_again_does_not_count_as_a_lookup():
@@ -406,3 +485,14 @@ def test_status_says_what_is_evicted() -> None:
     assert "what is worth least goes first" in text and "more often 1,234" in text
     eviction.by_age = True
     assert "least recently used goes first" in "\n".join(evicting(eviction))
+
+
+def test_status_says_what_was_regretted_and_what_devices_hold() -> None:
+    found = msgspec.convert(figures(make_cache(), 0.0), Status)
+    assert regretted(found) == [] and "devices" not in blocks(found.pool)
+    found.evictions, found.evicted_early, found.pool.doubled_bytes = {"room": 150, "dropped": 50}, 30, 3 * MIB
+    found.hindsight = Hindsight(3500.0, 1000, 643, 821)
+    assert "3.0 MiB also on devices" in blocks(found.pool)
+    early, sample = regretted(found)
+    assert early.endswith("within a minute: 30, 15.0% of the evicted")
+    assert sample.endswith("the last 58.3 min: 64.3%; a policy that knows the future: 82.1%")

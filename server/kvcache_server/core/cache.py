@@ -201,6 +201,19 @@ class Cache:
         """Use the first `ready_pages` pages from now on."""
         self.pool.grow(ready_pages)
 
+    def doubled_bytes(self) -> int:
+        """Return the bytes of the blocks that engines' devices hold, too."""
+        return 0  # nothing is known of devices yet
+
+    def sampled_requests(self) -> tuple[list[tuple[int, bytes, bool]], int]:
+        """Return the latest requests for a sample of the blocks, and the number of these that the pool has room for.
+
+        Each request has the tick, the hash of the block, and whether it was cached.
+        """
+        self.eviction.learner.learn()
+        monitor = self.eviction.learner.monitor
+        return list(monitor.requests), monitor.slots
+
     def memory_figures(self) -> status.Memory:
         """Return the sizes of the pool, and its bytes by state."""
         pool, geometry = self.pool, self.geometry

@@ -17,6 +17,7 @@ from kvcache_server.core.cache import Cache
 from kvcache_server.core.eviction.policy import WORTH
 from kvcache_server.core.limits import Limits
 from kvcache_tools.plan.room import Room
+from kvcache_tools.replay.device_cache import DeviceCache
 
 STEP_TOKENS = 8192  # number that an engine computes, and saves, per step
 
@@ -75,19 +76,32 @@ class SimulatedDaemon:
         ends = [at for at in range(begin + 1, end + 1) if at % self._checkpoint == 0 or at in (divergence, length)]
         return sorted({each for at in ends for each in range(at - suffix.needed(at), at)})
 
-    def ask(self, engine: int, hashes: list[bytes], now: float, clock: Callable[[], float]) -> tuple[int, float]:
-        """Look a prompt up, load the hits and save the rest; return the hits, and the seconds of the lookup."""
+    def ask(
+        self,
+        engine: int,
+        hashes: list[bytes],
+        now: float,
+        clock: Callable[[], float],
+        device: DeviceCache | None = None,
+    ) -> tuple[int, float]:
+        """Look a prompt up, load the hits and save the rest; return the hits, and the seconds of the lookup.
+
+        Hits on the engine's `device`, if any, are hits, too; the daemon saves what it lacks of them.
+        """
         session, handle = self._sessions[engine], self.cache.handle
         self.cache.effects.take()  # nothing follows them
         while self.cache.sweeper.go_on():
             pass
-        question = m.Acquire(1, b"", self._namespace, hashes)
+        start, gone = device.ask(hashes, now) if device is not None else (0, [])
+        question = m.Acquire(1, b"", self._namespace, hashes, start=start)
         begin = clock()
         found = handle(session, question, now)
         seconds = clock() - begin
         assert isinstance(found, m.Acquired)
         if found.lease:
             handle(session, m.Release(1, b"", [found.lease]), now)
+        for run in gone:
+            self._leave(session, run, now)
         divergence = self._whole(hashes) if self._divergences else 0
         for begin in range(found.hits, len(hashes), self._step):
             end = min(begin + self._step, len(hashes))
@@ -97,7 +111,16 @@ class SimulatedDaemon:
                 runs += [m.Run([hashes[at]], None, number) for at in slots]
             if not all(self._save(session, runs[at : at + MAX_BLOCKS], now) for at in range(0, len(runs), MAX_BLOCKS)):
                 break
-        return found.hits, seconds
+        return max(start, found.hits), seconds
+
+    def _leave(self, session: int, run: m.Run, now: float) -> None:
+        """Save what is missing of a chain whose last blocks leave the device."""
+        hashes, stays = run.hashes, len(run.hashes) - run.leaving
+        for at in range(0, len(hashes), MAX_BLOCKS):
+            end = min(at + MAX_BLOCKS, len(hashes))
+            parent, leaving = hashes[at - 1] if at else None, max(end - max(at, stays), 0)
+            if not self._save(session, [m.Run(hashes[at:end], parent, 0, leaving, run.idle_ms)], now):
+                return  # those behind would have no parent
 
     def _save(self, session: int, runs: list[m.Run], now: float) -> bool:
         """Save blocks; return whether more may follow them."""

@@ -186,7 +186,8 @@ class Learner:
                 name = missed[at * size : at * size + size]
                 which = bisect_right(begins, at) - 1
                 low = classes[at]
-                asked(name, now | (low if low & PACE_MASK else low | paces[which]), now, shares[which])
+                tick = now | (low if low & PACE_MASK else low | paces[which])
+                asked(name, tick, now, shares[which], None if name in group.pending else False)
 
     def _set_pace(self, block: Block, before: int) -> None:
         """Note the time between the last two requests for a block."""
@@ -216,7 +217,7 @@ class Learner:
     def _watch_hits(self, found: Sequence[Block]) -> None:
         now, monitor = self._pool.tick, self.monitor
         for block in found[-_MOST_WATCHED:]:
-            monitor.asked(block.hash, now | block.tick & CLASS_MASK, now, block.account.share)
+            monitor.asked(block.hash, now | block.tick & CLASS_MASK, now, block.account.share, True)
 
     def _expect(self, missed: bytes, size: int, classes: Sequence[int]) -> None:
         """Remember the classes of blocks that will probably be stored soon."""
