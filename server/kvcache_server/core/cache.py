@@ -201,10 +201,6 @@ class Cache:
         """Use the first `ready_pages` pages from now on."""
         self.pool.grow(ready_pages)
 
-    def doubled_bytes(self) -> int:
-        """Return the bytes of the blocks that engines' devices hold, too."""
-        return 0  # nothing is known of devices yet
-
     def sampled_requests(self) -> tuple[list[tuple[int, bytes, bool]], int]:
         """Return the latest requests for a sample of the blocks, and the number of these that the pool has room for.
 
