@@ -24,7 +24,7 @@ REPEATED_AFTER = 30.0  # seconds; the daemon takes a request for aborted that it
 
 @dataclass(slots=True)
 class _Announced:
-    """A request that was announced, `alone` if there was no other; `missed`: some of its blocks were not cached then."""
+    """A request that was announced, `alone` if there was no other; `missed`: some blocks were not cached then."""
 
     request: RequestView
     first: bool
