@@ -248,7 +248,7 @@ class Eviction(msgspec.Struct):
     ]
     due_bytes: Annotated[
         Count,
-        _gauge("due_bytes", "Bytes of cached blocks that waiting requests of engines need, counted once per request"),
+        _gauge("due_bytes", "Bytes of cached blocks that queued requests need, counted once per engine"),
     ] = 0
 
 

@@ -324,9 +324,9 @@ def test_a_tier_is_waited_for_while_computing_takes_longer(
     assert asked == [(BLOCK, 3 * BLOCK)], "what the tier brings would be computed, and nothing else"
 
 
-def test_requests_that_wait_in_the_queue_are_announced_in_order_and_up_to_a_limit(cache: Cache) -> None:
+def test_requests_that_wait_in_the_queue_are_announced_in_order_while_the_daemon_has_room(cache: Cache) -> None:
     engine = Engine(cache)
-    cache.capacity = 8 * 5 * 4096  # five blocks may be announced
+    cache.room = 5
     requests = [engine.request(f"r{number}", chain(f"r{number}", 2)) for number in range(4)]
     others = [
         engine.request("huge", chain("huge", 6)),
@@ -339,44 +339,57 @@ def test_requests_that_wait_in_the_queue_are_announced_in_order_and_up_to_a_limi
     assert engine.ask(requests[0]) == NO_HIT, "it is scheduled at once"
     assert not cache.prefetched
     engine.step()
-    assert cache.prefetched == [("r1", 2), ("r2", 2)], "six blocks are more than may be announced"
+    assert cache.prefetched == [("huge", 6), ("r1", 2), ("r2", 2), ("r3", 2)]
+    assert [*cache.due] == ["r1", "r2"]
     engine.step()
-    assert len(cache.prefetched) == 2, "each is announced once"
+    engine.step()
+    assert len(cache.prefetched) == 4, "each is announced once until there may be room"
     engine.finish(requests[1])  # aborted
     engine.step()
-    assert cache.prefetched[2:] == [("r1", 0), ("r3", 2)], "the aborted one is taken back"
-    assert engine.ask(requests[2]) == engine.ask(requests[3]) == NO_HIT
-    engine.scheduler.queued(engine.request("next", chain("next", 5)).view)
+    assert cache.prefetched[4:] == [("r1", 0), ("r3", 2)], "what is aborted is taken back, what never fits is given up"
+    assert engine.ask(requests[2]) == NO_HIT
+    engine.scheduler.queued(engine.request("next", chain("next", 4)).view)
+    for _ in range(3):
+        engine.step()
+    assert cache.prefetched[6:] == [("next", 4)]
+    assert engine.ask(requests[3]) == NO_HIT
     engine.step()
-    assert cache.prefetched[4:] == [("next", 5)], "those that were looked up are not"
-    assert engine.scheduler.counters["prefetches"] == 4
+    assert cache.prefetched[7:] == [("next", 4)]
+    assert [*cache.due] == ["next"]
+    assert engine.scheduler.counters["prefetches"] == 7
 
 
 def test_requests_whose_hint_asks_for_it_are_announced_first(cache: Cache) -> None:
     engine = Engine(cache)
-    cache.capacity = 8 * 4 * 4096  # four blocks may be announced
+    cache.room = 3
     hints = {"a": None, "b": Hint(fetch=True), "aborted": Hint(fetch=True), "c": Hint(drop=True), "d": Hint(fetch=True)}
     requests = {name: engine.request(name, chain(name, 2), hint=hint) for name, hint in hints.items()}
     for request in requests.values():
         engine.scheduler.queued(request.view)
     engine.finish(requests["aborted"])
     engine.step()
-    assert cache.prefetched == [("b", 2), ("d", 2)]
-    engine.finish(requests["b"])
+    assert cache.prefetched == [("b", 2), ("d", 2), ("a", 2), ("c", 2)]
     engine.step()
-    assert cache.prefetched[2:] == [("b", 0), ("a", 2)]
+    for first, following in (("b", "d"), ("d", "a"), ("a", "c")):
+        cache.prefetched.clear()
+        engine.finish(requests[first])
+        engine.step()
+        assert cache.prefetched == [(first, 0), (following, 2)]
 
 
 def test_a_drafter_s_block_is_announced_too_and_not_too_many_requests_are(cache: Cache) -> None:
     group, counters = FullAttention(BLOCK, 1, volatile=1), LoggedCounters(logging.getLogger("test"))
-    waiting = queue.Queue(group, 1, counters)
+    waiting = queue.Queue(group, counters)
     for number in range(queue.MOST_ANNOUNCED + 1):
         waiting.add(RequestView(f"r{number}", 3 * BLOCK, 3 * BLOCK, chain(f"r{number}", 3)))
     space = cache.attach(SPEC, (), 0)
-    waiting.announce(space, 1 << 30, 0.0)
+    waiting.announce(space, 0.0)
+    assert len(cache.prefetched) == queue.AT_FIRST
+    for _ in range(queue.MOST_ANNOUNCED // queue.AT_FIRST):
+        waiting.announce(space, 0.0)
     assert cache.prefetched == [(f"r{number}", 3) for number in range(queue.MOST_ANNOUNCED)], "2 can be loaded"
     waiting.leave("r7")
-    waiting.announce(space, 1 << 30, 0.0)
+    waiting.announce(space, 0.0)
     assert cache.prefetched[queue.MOST_ANNOUNCED :] == [("r7", 0), (f"r{queue.MOST_ANNOUNCED}", 3)]
 
 

@@ -115,6 +115,7 @@ class Space:
 
     def acquire(self, hashes: Sequence[bytes], *, request: str = "", **facts: Any) -> Lease:
         cache = self._cache
+        cache.due.pop(request, None)
         if not hashes:
             return Lease(cache)
         cache.lookups.append(request)
@@ -134,10 +135,17 @@ class Space:
         return lease
 
     def prefetch(
-        self, hashes: Sequence[bytes], *, request: str, then: Callable[[int], None] = lambda hits: None, **facts: Any
+        self, hashes: Sequence[bytes], *, request: str, then: Callable[[int, int], None] | None = None, **facts: Any
     ) -> bool:
-        self._cache.prefetched.append((request, len(hashes)))
-        then(sum(1 for _ in itertools.takewhile(self.visible.__contains__, hashes)))
+        cache = self._cache
+        cache.prefetched.append((request, len(hashes)))
+        cache.due.pop(request, None)
+        refused = sum(cache.due.values()) + len(hashes) > cache.room
+        if hashes and not refused:
+            cache.due[request] = len(hashes)
+        if then is not None:
+            hits = sum(1 for _ in itertools.takewhile(self.visible.__contains__, hashes))
+            then(*((0, len(hashes)) if refused else (hits, 0)))
         return True
 
     def reserve_runs_later(self, runs: Sequence[Run]) -> PendingReservation:
@@ -176,15 +184,17 @@ class Space:
 
 
 class Cache:
-    """A session. `quota` blocks may be pinned by one lease; `refusal` is what reservations are answered with."""
+    """A session. `quota` blocks may be pinned by one lease, and `room` blocks may be due, by request; `refusal` is what
+    reservations are answered with."""
 
-    engine, deadline, up, capacity = "toy", 5.0, True, 1 << 30
+    engine, deadline, up, room = "toy", 5.0, True, 1 << 20
 
     def __init__(self) -> None:
         self.spaces: dict[str, Space] = {}
         self.leases: set[int] = set()
         self.lookups: list[str] = []
         self.prefetched: list[tuple[str, int]] = []
+        self.due: dict[str, int] = {}
         self.asked: list[list[Run]] = []
         self.tickets: list[PendingReservation] = []
         self.open: dict[int, list[tuple[Space, bytes]]] = {}

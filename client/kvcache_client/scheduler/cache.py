@@ -79,7 +79,7 @@ class CacheNamespace(Protocol):
         request: str = "",
         tokens: int = 0,
         salted: bool = False,
-        then: Callable[[int], None] | None = None,
+        then: Callable[[int, int], None] | None = None,
     ) -> bool: ...
 
     def reserve_runs_later(self, runs: Sequence[Run]) -> CachePendingReservation: ...
@@ -114,9 +114,6 @@ class CacheSession(Protocol):
 
     @property
     def deadline(self) -> float: ...
-
-    @property
-    def capacity(self) -> int: ...
 
     def attach(
         self,

@@ -57,9 +57,7 @@ class Scheduler:
         reports = settings.device_aware == "auto" and engine.evicted_next is not None and engine.saves
         self._membership = Membership(session, spec, settings, engine.checkpoint, self.events, engine.joining, reports)
         self._notes = Notes(counters)
-        self._lookups = Lookups(
-            group, spec.shards, block_bytes, settings.verify, counters, self._notes, self.events, engine.saves
-        )
+        self._lookups = Lookups(group, spec.shards, settings.verify, counters, self._notes, self.events, engine.saves)
         self._loads = Loads(group, counters, block_bytes // engine.blocks_per_slot)
         self._admission: Admission | None = None
         if engine.device_blocks:
@@ -368,8 +366,8 @@ class Scheduler:
         for state in filter(None, map(self._requests.get, preempted)):
             tokens = len(state.request.hashes) * self._engine.block_tokens + 1
             queue.add(msgspec.structs.replace(state.request, tokens=max(tokens, state.request.tokens)), first=True)
-        if (queue.left or queue.waiting or queue.stale(now)) and self._may_prefetch:
-            queue.announce(self._membership.namespace, self._session.capacity, now)
+        if queue.has_news(now) and self._may_prefetch:
+            queue.announce(self._membership.namespace, now)
 
     def _advance(self, step: StepView, saving: bool) -> None:
         """Note each request's computed tokens at the end of `step`: save full blocks, and compare due canaries."""

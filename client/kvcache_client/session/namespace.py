@@ -173,12 +173,14 @@ class Namespace:
         request: str = "",
         tokens: int = 0,
         salted: bool = False,
-        then: Callable[[int], None] | None = None,
+        then: Callable[[int, int], None] | None = None,
     ) -> bool:
-        """Have the daemon's tiers fetch those of `hashes` that are not cached; never waits, and pins nothing.
+        """Have the daemon evict `hashes` last until `request` is looked up with a lease, and tiers fetch those that are
+        not cached; never waits, and pins nothing. Without hashes, the request waits no more.
 
-        The first arguments are those of `acquire`; `then` gets the number of hits, on some thread. Returns whether it
-        was sent. Raises BadArgument for values out of bounds.
+        The first arguments are those of `acquire`; `then` gets the numbers of hits and of withheld blocks, on some
+        thread: if any are withheld, it is refused, because too much waits. Returns whether it was sent. Raises
+        BadArgument for values out of bounds.
         """
         self._check(hashes, 0)
         connection, number = self._joined()
@@ -190,7 +192,7 @@ class Namespace:
             if isinstance(reply, m.Error):
                 self._daemon.log_refusal("prefetch", reply)
             elif isinstance(reply, m.Acquired) and then is not None:
-                then(reply.hits)
+                then(reply.hits, reply.withheld)
 
         return self._daemon.post(connection, asked, "stale_prefetches", answered)
 

@@ -152,8 +152,13 @@ class Lookups:
         engine, chain, hits = session.engine, match.chain, match.hits
         suffixes, withheld = match.suffixes, match.withheld
         asked = self._note_asked(session, request, namespace, group, match)
-        if request.request and (self._due.waiting or not request.pin):
-            self._note_due(session, request, group, match)
+        if (
+            request.request
+            and (self._due.waiting or not request.pin)
+            and not self._note_due(session, request, group, match)
+        ):
+            self._counters["announcements_refused"] += 1
+            return m.Acquired(request.id, 0, 0, 0, b"", len(request.hashes))
         if hits and engine.writers[request.namespace] is None:
             # A rank that has not mapped the region could not load the blocks that its scheduler gets.
             self._counters["ranks_missing"] += 1
@@ -212,16 +217,17 @@ class Lookups:
             self._counters["blocks_requested"] += more
         return asked
 
-    def _note_due(self, session: Session, request: m.Acquire, group: Group, match: _Match) -> None:
-        """Note that a request waits in its engine's queue or, when it is looked up with a lease, that it does not."""
+    def _note_due(self, session: Session, request: m.Acquire, group: Group, match: _Match) -> bool:
+        """Note that a request waits in its engine's queue or, when it is looked up with a lease, that it does not.
+
+        Return False if too many wait."""
         if request.pin:
             self._due.end(session.engine.name, request.request)
-            return
+            return True
         used = match.used
         blocks = [used[-1] if used else group.root, *match.suffixes]
         waiting = Waiting(session, group, request.hashes, blocks, len(used), self._pool.now + SECONDS)
-        if not self._due.announce(request.request, waiting):
-            self._counters["announcements_over_limits"] += 1
+        return self._due.announce(request.request, waiting)
 
     def _not_here_yet(self, session: Session, request: m.Acquire, group: Group, match: _Match) -> tuple[int, int, int]:
         """Return the numbers of blocks after the hits that are being written and that come from tiers, and when: see

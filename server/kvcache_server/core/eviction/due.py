@@ -1,12 +1,14 @@
 """Blocks that requests in engines' queues will need: they are evicted after all others. Pure.
 
-A request is due from an announcement, which is a lookup without a lease, until its engine looks it up with one. What is
-due of one engine is bounded: in number, and in bytes by half of an even split of the pool, so that no engine holds the
-memory of others by queueing. Requests beyond that are not due, because those announced first come first.
+A request is due from an announcement, which is a lookup without a lease, until its engine looks it up with one. The
+requests of an engine are bounded: in number, and the distinct blocks of their prompts by half of an even split of the
+pool, so that no engine holds the memory of others by queueing. Those announced first come first, and later ones are
+refused.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -16,7 +18,7 @@ from kvcache_server.core.sessions import Session
 
 DUE = 1 << 80  # above the worth of any block that is not due
 SECONDS = 60.0  # for which a request is due after its last announcement
-MOST, DIVISOR = 256, 8  # requests of an engine; their prompts have at most capacity // DIVISOR bytes
+MOST = 256  # requests of an engine
 
 
 @dataclass(eq=False, slots=True)
@@ -30,8 +32,24 @@ class Waiting:
     blocks: list[Block]
     depth: int
     until: float
-    bytes: int = 0  # of the whole prompt
     number: int = 0  # in the order of the first announcement
+    shared: int = 0  # the first hashes, which count for `other`: the request of this engine that has most of them, too
+    other: Waiting | None = None
+
+    def share(self, other: Waiting) -> None:
+        """Share what is common with another request, if that is more than with those before."""
+        mine, its, begin = self.hashes, other.hashes, self.shared
+        end = min(len(mine), len(its))
+        if begin < end and mine[begin] == its[begin] and other.group is self.group:
+            # Equal hashes have equal ones before them.
+            self.shared = bisect_left(range(end), True, begin, key=lambda at: mine[at] != its[at])
+            self.other = other
+
+    @property
+    def bytes(self) -> int:
+        """The bytes of its blocks that no other request of the engine counts."""
+        beside = sum([block.account.group.allocated_bytes for block in self.blocks[1:]])
+        return (len(self.hashes) - self.shared) * self.group.allocated_bytes + beside
 
 
 class Due:
@@ -47,11 +65,12 @@ class Due:
         """Note a request that waits. Return False if it is beyond the bounds, and not due."""
         engine = each.session.engine.name
         former = self.end(engine, request)
-        each.bytes = len(each.hashes) * each.group.allocated_bytes
-        each.bytes += sum([block.account.group.allocated_bytes for block in each.blocks[1:]])
-        sizes = [each.bytes, *(other.bytes for (name, _), other in self._requests.items() if name == engine)]
+        others = [other for (name, _), other in self._requests.items() if name == engine]
+        for other in others:
+            each.share(other)
         engines = len({share.engine for share in self._fair_share.shares if share.live})
-        if len(sizes) > MOST or sum(sizes) > self._capacity // max(DIVISOR, 2 * engines):
+        size = each.bytes + sum([other.bytes for other in others])
+        if len(others) >= MOST or size * 2 * engines > self._capacity:
             return False
         self._last += 1
         each.number = former.number if former else self._last
@@ -66,6 +85,12 @@ class Due:
         if each is not None:
             for block in each.blocks:
                 self._leave(each, block)
+            sharing = [other for other in self._requests.values() if other.other is each]
+            heir = max(sharing, key=lambda other: other.shared, default=None)  # counts what the others share
+            for other in sharing:
+                other.other = heir
+            if heir is not None:
+                heir.other, heir.shared = each.other, min(heir.shared, each.shared)
         return each
 
     def end_if(self, over: Callable[[Waiting], bool]) -> None:
@@ -105,5 +130,5 @@ class Due:
 
     @property
     def bytes(self) -> int:
-        """Bytes of cached blocks that are due, once per request."""
-        return sum(each.depth * each.group.allocated_bytes for each in self._requests.values())
+        """Bytes of cached blocks that are due, once per engine."""
+        return sum(max(each.depth - each.shared, 0) * each.group.allocated_bytes for each in self._requests.values())
