@@ -71,6 +71,7 @@ def test_an_eviction_was_early_if_a_lookup_misses_the_block_within_a_minute() ->
     one.store(chain("b", 4))
     assert cache.eviction.evictions == {"room": 4}
     assert early(two, 101.0, chain("a", 4)) == 0, "another model's blocks"
+    one.ask(m.Acquire(1, b"", one.namespace, hashes(chain("a", 4)), start=4))  # its device has them
     assert early(one, 159.0, chain("a", 2)) == early(one, 159.0, chain("a", 2)) == 2, "only once"
     assert early(one, 160.0, chain("a", 3)) == 3
     assert early(one, 160.1, chain("a", 4)) == 3, "too late"

@@ -133,7 +133,7 @@ class Insight:
             return
         cause, blocks = withheld_blocks(asker, request, reply, cache.limits)
         lost = reply.hits + (0 if cause == "pending" else blocks)
-        self._early.missed(request.hashes, lost, group.tag, now)
+        self._early.missed(request.hashes, max(lost, request.start), group.tag, now)
         infinite = self._infinite.get(group.tag)
         if infinite is not None and asker.engine.lookups_of(request.request, group).lookups <= 1:
             infinite.missed(request.hashes[lost + reply.coming :])
