@@ -193,17 +193,17 @@ def test_a_device_evicts_the_ends_of_the_prompts_that_were_used_least_recently()
     assert device.hits == 1 + 1 + 2 + 3 + 4
 
 
-@pytest.mark.parametrize(("aware", "host"), [(True, 3), (False, 1)])
-def test_blocks_that_leave_a_device_are_saved_again(aware: bool, host: int) -> None:
-    """The host has room for 4 blocks, and each of the two devices for 3."""
-    prompts = [names(1, 2, 3), names(4, 5, 6, 8), names(7), names(1, 2, 3), names(1, 2, 3)]
-    shadow = SimulatedDaemon(room(9 * MIB // 2, MIB), 512, 2, Limits(write_quota=1.0, pin_quota=1.0), "lru")
-    devices, requests = [DeviceCache(3, aware) for _ in range(2)], [TraceRequest(at, ("x",)) for at in range(5)]
-    hits, _ = play([shadow, shadow], requests, prompts, [0, 1, 0, 1, 0], int, devices)
-    assert figures(shadow.cache, 0.0)["pool"]["blocks"] == 4
-    # At last, the first device has 1 and 2. It evicted 3 for 7; then the host lacked all three.
-    assert [device.hits for device in devices] == [2, 0]
-    assert hits == 2 + host
+@pytest.mark.parametrize(("aware", "host"), [(True, 2), (False, 0)])
+def test_what_a_device_keeps_makes_room_on_the_host(aware: bool, host: int) -> None:
+    """The host has room for 6 blocks, and each of the two devices for 3. It evicts what only one of them needs."""
+    mine, others, new = names(1, 2, 3), names(4, 5, 6), names(8, 9)
+    prompts, engines = [others, mine, mine, new, others, mine], [1, 0, 0, 1, 1, 0]
+    limits = Limits(write_quota=1.0, pin_quota=1.0)
+    shadow = SimulatedDaemon(room(13 * MIB // 2, MIB), 512, 2, limits, "lru", reports=aware)
+    devices, requests = [DeviceCache(3, aware) for _ in range(2)], [TraceRequest(at, ("x",)) for at in range(6)]
+    hits, _ = play([shadow, shadow], requests, prompts, engines, int, devices)
+    assert [device.hits for device in devices] == [6, 1]
+    assert hits == 7 + host
 
 
 def test_hits_are_divided_between_devices_and_host(tmp_path: Path) -> None:
@@ -220,16 +220,19 @@ def test_hits_are_divided_between_devices_and_host(tmp_path: Path) -> None:
 
 
 def test_a_long_chain_leaves_in_several_reservations() -> None:
-    first, other = names(*range(300)), names(*range(1000, 1600))
-    shadow = SimulatedDaemon(room(700 * MIB, MIB), 512, 2, policy="lru")
-    devices = [DeviceCache(300, reports=True), DeviceCache(600, reports=True)]
+    first, other, more = names(*range(300)), names(*range(1000, 1300)), names(*range(2000, 2350))
+    shadow = SimulatedDaemon(room(700 * MIB, MIB), 512, 2, policy="lru", reports=True)
+    devices = [DeviceCache(300, reports=True), DeviceCache(300, reports=True)]
 
     def ask(engine: int, prompt: list[bytes], now: float) -> int:
         return shadow.ask(engine, prompt, now, time.perf_counter, devices[engine])[0]
 
     assert ask(0, first, 0.0) == ask(1, other, 1.0) == 0
-    assert ask(0, names(2000), 2.0) == 0  # saves the first prompt again, most of which the second had evicted
-    assert ask(1, first, 3.0) == 300 and devices[1].hits == 0
+    assert ask(0, first, 2.0) == 300  # now it is known that requests return to their engine
+    assert ask(1, more, 3.0) == 0  # in place of the first prompt, which a device keeps
+    assert shadow.cache.evictions["room"] >= 250
+    assert ask(0, names(5000), 4.0) == 0  # so that the first prompt leaves the device, and is saved again
+    assert ask(1, first, 5.0) == 300
     check_integrity(shadow.cache)
 
 

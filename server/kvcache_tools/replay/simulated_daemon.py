@@ -56,7 +56,10 @@ class SimulatedDaemon:
         suffixes: Sequence[GroupSpec] = (),
         checkpoint: int = 1 << 30,
         divergences: bool = False,
+        *,
+        reports: bool = False,
     ) -> None:
+        """`reports`: the engines report what their devices keep and evict."""
         self.engines = engines
         self._suffixes, self._checkpoint, self._divergences = suffixes, checkpoint, divergences
         self._step = max(1, STEP_TOKENS // block_tokens)
@@ -64,7 +67,7 @@ class SimulatedDaemon:
         spec = NamespaceSpec("replay", (GroupSpec(block_tokens, room.block_bytes), *suffixes))
         self._sessions = [self.cache.open_session(f"engine {number}", "", 0.0) for number in range(engines)]
         for session in self._sessions:
-            attached = self.cache.handle(session, m.Attach(1, b"", spec, (0,)), 0.0)
+            attached = self.cache.handle(session, m.Attach(1, b"", spec, (0,), reports_leaving=reports), 0.0)
             assert isinstance(attached, m.Attached)
             self._namespace = attached.namespace
 
@@ -111,11 +114,19 @@ class SimulatedDaemon:
                 runs += [m.Run([hashes[at]], None, number) for at in slots]
             if not all(self._save(session, runs[at : at + MAX_BLOCKS], now) for at in range(0, len(runs), MAX_BLOCKS)):
                 break
+        if device is not None and device.reports and device.capacity:
+            self._keep(session, hashes[min(len(hashes), device.capacity) - 1], now)
         return max(start, found.hits), seconds
+
+    def _keep(self, session: int, last: bytes, now: float) -> None:
+        """Report that the device keeps a chain."""
+        self.cache.handle(session, m.ReportDevice(1, b"", self._namespace, [last]), now)
 
     def _leave(self, session: int, run: m.Run, now: float) -> None:
         """Save what is missing of a chain whose last blocks leave the device."""
         hashes, stays = run.hashes, len(run.hashes) - run.leaving
+        if stays:
+            self._keep(session, hashes[stays - 1], now)
         for at in range(0, len(hashes), MAX_BLOCKS):
             end = min(at + MAX_BLOCKS, len(hashes))
             parent, leaving = hashes[at - 1] if at else None, max(end - max(at, stays), 0)

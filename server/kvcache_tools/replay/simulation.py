@@ -40,9 +40,13 @@ class Setup(msgspec.Struct, frozen=True):
     device_blocks: int = 0
     device_aware: bool = True
 
+    @property
+    def reports(self) -> bool:
+        return self.device_aware and self.device_blocks > 0
+
     def devices(self) -> list[DeviceCache]:
         """Return an empty device cache for each engine."""
-        return [DeviceCache(self.device_blocks, self.device_aware) for _ in range(self.engines)]
+        return [DeviceCache(self.device_blocks, self.reports) for _ in range(self.engines)]
 
 
 def routes(requests: Sequence[TraceRequest], setup: Setup) -> list[int]:
@@ -104,12 +108,15 @@ def replay(
         say(f"  {whole.blocks:,} blocks")
         found = {}
         for policy in reversed(setup.policies):
-            shared = SimulatedDaemon(whole, setup.block_tokens, setup.engines, policy=policy)
+            shared = SimulatedDaemon(whole, setup.block_tokens, setup.engines, policy=policy, reports=setup.reports)
             devices = setup.devices()
             hits, times = play([shared] * setup.engines, requests, prompts, engines, clock, devices)
             found[policy] = hits / asked
         first = setup.policies[0]
-        alone = [SimulatedDaemon(part, setup.block_tokens, 1, policy=first) for _ in range(setup.engines)]
+        alone = [
+            SimulatedDaemon(part, setup.block_tokens, 1, policy=first, reports=setup.reports)
+            for _ in range(setup.engines)
+        ]
         private, _ = play(alone, requests, prompts, engines, clock, setup.devices())
         by_devices = sum(device.hits for device in devices)
         rows.append(
