@@ -193,17 +193,24 @@ def test_a_device_evicts_the_ends_of_the_prompts_that_were_used_least_recently()
     assert device.hits == 1 + 1 + 2 + 3 + 4
 
 
-@pytest.mark.parametrize(("aware", "host"), [(True, 3), (False, 1)])
-def test_blocks_that_leave_a_device_are_saved_again(aware: bool, host: int) -> None:
-    """The host has room for 4 blocks, and each of the two devices for 3."""
-    prompts = [names(1, 2, 3), names(4, 5, 6, 8), names(7), names(1, 2, 3), names(1, 2, 3)]
+def with_devices(prompts: list[list[bytes]], engines: list[int], aware: bool) -> list[int]:
+    """Return the hits of each prompt if the host has room for 4 blocks, and each of two devices for 3."""
     shadow = SimulatedDaemon(room(9 * MIB // 2, MIB), 512, 2, Limits(write_quota=1.0, pin_quota=1.0), "lru")
-    devices, requests = [DeviceCache(3, aware) for _ in range(2)], [TraceRequest(at, ("x",)) for at in range(5)]
-    hits, _ = play([shadow, shadow], requests, prompts, [0, 1, 0, 1, 0], int, devices)
+    devices = [DeviceCache(3, aware) for _ in range(2)]
+    each = zip(prompts, engines, strict=True)
+    hits = [shadow.ask(engine, prompt, 0.0, time.perf_counter, devices[engine])[0] for prompt, engine in each]
     assert figures(shadow.cache, 0.0)["pool"]["blocks"] == 4
-    # At last, the first device has 1 and 2. It evicted 3 for 7; then the host lacked all three.
-    assert [device.hits for device in devices] == [2, 0]
-    assert hits == 2 + host
+    return hits
+
+
+def test_a_device_has_what_the_host_has_evicted() -> None:
+    assert with_devices([names(1, 2, 3), names(4, 5, 6, 7), names(1, 2, 3)], [0, 1, 0], False) == [0, 0, 3]
+
+
+@pytest.mark.parametrize(("aware", "hits"), [(True, 2), (False, 0)])
+def test_blocks_that_leave_a_device_are_saved_again(aware: bool, hits: int) -> None:
+    prompts = [names(1, 2, 3), names(4, 5, 6, 7), names(8), names(1, 2)]  # 3 leaves the first device for 8
+    assert with_devices(prompts, [0, 1, 0, 1], aware) == [0, 0, 0, hits]
 
 
 def test_hits_are_divided_between_devices_and_host(tmp_path: Path) -> None:
@@ -224,12 +231,12 @@ def test_a_long_chain_leaves_in_several_reservations() -> None:
     shadow = SimulatedDaemon(room(700 * MIB, MIB), 512, 2, policy="lru")
     devices = [DeviceCache(300, reports=True), DeviceCache(600, reports=True)]
 
-    def ask(engine: int, prompt: list[bytes], now: float) -> int:
-        return shadow.ask(engine, prompt, now, time.perf_counter, devices[engine])[0]
+    def ask(engine: int, prompt: list[bytes]) -> int:
+        return shadow.ask(engine, prompt, 0.0, time.perf_counter, devices[engine])[0]
 
-    assert ask(0, first, 0.0) == ask(1, other, 1.0) == 0
-    assert ask(0, names(2000), 2.0) == 0  # saves the first prompt again, most of which the second had evicted
-    assert ask(1, first, 3.0) == 300 and devices[1].hits == 0
+    assert ask(0, first) == ask(1, other) == 0
+    assert ask(0, names(2000)) == 0  # saves the first prompt again, most of which the second had evicted
+    assert ask(1, first) == 300 and devices[1].hits == 0
     check_integrity(shadow.cache)
 
 
