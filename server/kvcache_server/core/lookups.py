@@ -233,8 +233,8 @@ class Lookups:
         """Return the numbers of blocks after the hits that are being written and that come from tiers, and when: see
         Acquired."""
         pending = match.pending if group.suffixes else group.pending_after(request.hashes, match.hits)
-        if self.tiers is None:
-            return pending, 0, 0
+        if self.tiers is None or (request.start > match.hits and not group.suffixes):
+            return pending, 0, 0  # the engine's device has more than the pool
         now = self._pool.now
         if group.suffixes:
             return pending, *self.tiers.looked_up_with_suffixes(

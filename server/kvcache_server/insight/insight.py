@@ -136,7 +136,7 @@ class Insight:
         self._early.missed(request.hashes, max(lost, request.start), group.tag, now)
         infinite = self._infinite.get(group.tag)
         if infinite is not None and asker.engine.lookups_of(request.request, group).lookups <= 1:
-            infinite.missed(request.hashes[lost + reply.coming :])
+            infinite.missed(request.hashes[max(lost + reply.coming, request.start) :])
         if request.request:
             engine, generation = asker.engine.name, cache.generation
             below: tuple[Below, ...] = ()

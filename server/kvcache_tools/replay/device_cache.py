@@ -16,8 +16,8 @@ class DeviceCache:
 
     def __init__(self, capacity: int = 0, reports: bool = False) -> None:
         self.capacity, self.reports, self.hits = capacity, reports, 0
-        # The parent and the last use of each block, in the order of eviction. A block goes before those above it.
-        self._blocks: OrderedDict[bytes, tuple[bytes | None, float]] = OrderedDict()
+        # The parent, last use and hits of each block, in the order of eviction. A block goes before those above it.
+        self._blocks: OrderedDict[bytes, tuple[bytes | None, float, int]] = OrderedDict()
 
     def ask(self, prompt: Sequence[bytes], now: float) -> tuple[int, list[Run]]:
         """Look a prompt up, and take its blocks; of a prompt that does not fit, the first ones.
@@ -29,7 +29,8 @@ class DeviceCache:
         hits = next((at for at, name in enumerate(prompt) if name not in blocks), len(prompt))
         self.hits += hits
         for at in range(min(len(prompt), self.capacity) - 1, -1, -1):
-            blocks[prompt[at]] = prompt[at - 1] if at else None, now
+            found = blocks[prompt[at]][2] + 1 if at < hits else 0
+            blocks[prompt[at]] = prompt[at - 1] if at else None, now, found
             blocks.move_to_end(prompt[at])
         gone: list[Run] = []
         last: tuple[bytes | None, float] = None, now
@@ -41,10 +42,10 @@ class DeviceCache:
             chain = [name]
             while (parent := blocks[chain[-1]][0]) is not None:
                 chain.append(parent)
-            parent, used = blocks.pop(name)
+            parent, used, found = blocks.pop(name)
             if last == (name, used):
                 gone[-1].leaving += 1
             else:
-                gone.append(Run(chain[::-1], leaving=1, idle_ms=round((now - used) * 1000)))
+                gone.append(Run(chain[::-1], leaving=1, idle_ms=round((now - used) * 1000), found=found))
             last = parent, used
         return hits, gone

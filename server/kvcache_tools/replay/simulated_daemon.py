@@ -130,7 +130,7 @@ class SimulatedDaemon:
         for at in range(0, len(hashes), MAX_BLOCKS):
             end = min(at + MAX_BLOCKS, len(hashes))
             parent, leaving = hashes[at - 1] if at else None, max(end - max(at, stays), 0)
-            if not self._save(session, [m.Run(hashes[at:end], parent, 0, leaving, run.idle_ms)], now):
+            if not self._save(session, [m.Run(hashes[at:end], parent, 0, leaving, run.idle_ms, run.found)], now):
                 return  # those behind would have no parent
 
     def _save(self, session: int, runs: list[m.Run], now: float) -> bool:
