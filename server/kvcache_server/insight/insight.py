@@ -132,7 +132,8 @@ class Insight:
             return
         cause, blocks = withheld_blocks(asker, request, reply, cache.limits)
         infinite = self._infinite.get(group.tag)
-        if infinite is not None and asker.engine.lookups_of(request.request, group).lookups <= 1:
+        first = asker.engine.lookups_of(request.request, group).lookups <= 1 and (request.pin or not request.request)
+        if infinite is not None and first:
             infinite.missed(request.hashes[reply.hits + reply.coming + (0 if cause == "pending" else blocks) :])
         if request.request:
             engine, generation = asker.engine.name, cache.generation
