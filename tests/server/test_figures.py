@@ -271,14 +271,15 @@ def test_hits_and_lost_blocks_are_the_hits_of_an_infinite_pool(seed: int, policy
 
 
 def test_a_request_that_is_looked_up_again_counts_once_with_the_most_that_it_found():
-    cache = make_cache(62, policy=LRU)
+    cache = make_cache(62, policy=LRU, pin_quota=1.0)
     engine = Engine(cache, "one", block_bytes=200 << 10)
     room = cache.pool.blocks_of(200 << 10)
     blocks = chain("a", room)
     engine.store(blocks[:8])
 
     def look_up(names: list[str], request: str) -> tuple[int, ...]:
-        engine.ask(m.Acquire(1, b"", engine.namespace, hashes(names), pin=False, request=request))
+        lease = engine.ask(m.Acquire(1, b"", engine.namespace, hashes(names), request=request)).lease
+        engine.ask(m.Release(1, b"", [lease]))
         (space,) = figures(cache, 0.0)["namespaces"]
         assert space["hit_bytes"] == space["hit_blocks"] * (200 << 10)
         return tuple(space[key] for key in ("lookups", "requested_blocks", "hit_blocks", "lost_blocks"))

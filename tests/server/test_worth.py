@@ -183,7 +183,8 @@ def test_a_request_counts_once_however_often_it_asks() -> None:
     group = cache.namespaces[engine.namespace].groups[0]
 
     def ask(request: str) -> int:
-        engine.ask(m.Acquire(1, b"", engine.namespace, hashes(["a"]), pin=False, request=request))
+        lease = engine.ask(m.Acquire(1, b"", engine.namespace, hashes(["a"]), request=request)).lease
+        engine.ask(m.Release(1, b"", [lease]))
         cache.eviction.learner.learn()
         return next(iter(group.visible.values())).tick & CLASS_MASK
 

@@ -148,17 +148,16 @@ class Lookups:
     def _answer(
         self, session: Session, request: m.Acquire, namespace: Namespace, group: Group, match: _Match
     ) -> m.Acquired:
-        """Answer with the blocks found, as far as the engine may pin them."""
+        """Answer with the blocks found, as far as the engine may pin them; to an announcement, with none if it is
+        refused."""
         engine, chain, hits = session.engine, match.chain, match.hits
         suffixes, withheld = match.suffixes, match.withheld
-        asked = self._note_asked(session, request, namespace, group, match)
-        if (
-            request.request
-            and (self._due.waiting or not request.pin)
-            and not self._note_due(session, request, group, match)
-        ):
+        waits = bool(request.request) and not request.pin
+        if waits and not self._announce(session, request, group, match):
             self._counters["announcements_refused"] += 1
             return m.Acquired(request.id, 0, 0, 0, b"", len(request.hashes))
+        # What waits is used once it is scheduled: learning from both would mistake the wait for a rhythm.
+        asked = None if waits else self._note_asked(session, request, namespace, group, match)
         if hits and engine.writers[request.namespace] is None:
             # A rank that has not mapped the region could not load the blocks that its scheduler gets.
             self._counters["ranks_missing"] += 1
@@ -183,7 +182,8 @@ class Lookups:
         if request.pin:
             self.last = lease = self.last + 1
             session.pin(lease, chain[-1] if chain else None, size, cover, suffixes)
-        self._note_hits(namespace, group, match, hits, asked)
+        if asked is not None:
+            self._note_hits(namespace, group, match, hits, asked)
         blocks = [*chain, *suffixes] if suffixes else chain
         slots = b"".join([block.ref for block in blocks])
         sums = b""
@@ -199,9 +199,9 @@ class Lookups:
         self, session: Session, request: m.Acquire, namespace: Namespace, group: Group, match: _Match
     ) -> RequestLookups:
         """Count a lookup. A request's repeated lookups do not show how often blocks are used."""
+        if self._due.waiting:
+            self._due.end(session.engine.name, request.request)
         asked, share = session.engine.lookups_of(request.request, group), session.engine.shares[namespace.number]
-        if share.device and not request.pin:
-            return asked  # it is not known yet what its device has
         if not asked.lookups:
             hits = match.hits + (match.proof is not None)
             self._holders.requested(share, match.chain[-1] if match.chain else None, request.start > hits)
@@ -217,13 +217,8 @@ class Lookups:
             self._counters["blocks_requested"] += more
         return asked
 
-    def _note_due(self, session: Session, request: m.Acquire, group: Group, match: _Match) -> bool:
-        """Note that a request waits in its engine's queue or, when it is looked up with a lease, that it does not.
-
-        Return False if too many wait."""
-        if request.pin:
-            self._due.end(session.engine.name, request.request)
-            return True
+    def _announce(self, session: Session, request: m.Acquire, group: Group, match: _Match) -> bool:
+        """Note that a request waits in its engine's queue; return False if too much waits."""
         used = match.used
         blocks = [used[-1] if used else group.root, *match.suffixes]
         waiting = Waiting(session, group, request.hashes, blocks, len(used), self._pool.now + SECONDS)
@@ -249,8 +244,6 @@ class Lookups:
             self._pool.touch(match.proof or chain[-1], 1)
         for block in suffixes:
             self._pool.touch(block, 1)
-        if not asked.lookups:
-            return  # an announcement, which is counted as a lookup later
         more = hits - asked.hits
         if more > 0:
             asked.hits += more

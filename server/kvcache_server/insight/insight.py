@@ -135,7 +135,8 @@ class Insight:
         lost = reply.hits + (0 if cause == "pending" else blocks)
         self._early.missed(request.hashes, max(lost, request.start), group.tag, now)
         infinite = self._infinite.get(group.tag)
-        if infinite is not None and asker.engine.lookups_of(request.request, group).lookups <= 1:
+        first = asker.engine.lookups_of(request.request, group).lookups <= 1 and (request.pin or not request.request)
+        if infinite is not None and first:
             infinite.missed(request.hashes[max(lost + reply.coming, request.start) :])
         if request.request:
             engine, generation = asker.engine.name, cache.generation

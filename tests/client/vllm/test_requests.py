@@ -209,7 +209,7 @@ def test_what_waits_in_the_queue_is_due(engines: Any, sim: Any, prompt: Any, idl
     idle()
 
     def await_due(blocks: int) -> None:
-        size = daemon.status()["namespaces"][-1]["block_bytes"][0]
+        size = next(s["block_bytes"][0] for s in daemon.status()["namespaces"] if s["block_tokens"] == [BLOCK])
         daemon.wait_status(lambda s: s["eviction"]["due_bytes"] == blocks * size, f"{blocks} blocks that are due")
 
     one = engines("one", max_num_seqs=1)
