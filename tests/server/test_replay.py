@@ -199,7 +199,9 @@ def test_what_a_device_keeps_makes_room_on_the_host(aware: bool, host: int) -> N
     mine, others, new = names(1, 2, 3), names(4, 5, 6), names(8, 9)
     prompts, engines = [others, mine, mine, new, others, mine], [1, 0, 0, 1, 1, 0]
     limits = Limits(write_quota=1.0, pin_quota=1.0)
-    shadow = SimulatedDaemon(room(13 * MIB // 2, MIB), 512, 2, limits, "lru", reports=aware)
+    shadow = SimulatedDaemon(room(13 * MIB // 2, MIB), 512, 2, limits, "lru")
+    if aware:
+        shadow.report_devices()
     devices, requests = [DeviceCache(3, aware) for _ in range(2)], [TraceRequest(at, ("x",)) for at in range(6)]
     hits, _ = play([shadow, shadow], requests, prompts, engines, int, devices)
     assert [device.hits for device in devices] == [6, 1]
@@ -221,7 +223,8 @@ def test_hits_are_divided_between_devices_and_host(tmp_path: Path) -> None:
 
 def test_a_long_chain_leaves_in_several_reservations() -> None:
     first, other, more = names(*range(300)), names(*range(1000, 1300)), names(*range(2000, 2350))
-    shadow = SimulatedDaemon(room(700 * MIB, MIB), 512, 2, policy="lru", reports=True)
+    shadow = SimulatedDaemon(room(700 * MIB, MIB), 512, 2, policy="lru")
+    shadow.report_devices()
     devices = [DeviceCache(300, reports=True), DeviceCache(300, reports=True)]
 
     def ask(engine: int, prompt: list[bytes], now: float) -> int:

@@ -8,7 +8,7 @@ before the reply that reports it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvcache_proto import messages as m
@@ -185,9 +185,9 @@ class Cache:
         """Whether most blocks of the account that were requested once will be requested again."""
         return likely(self.eviction.learner.worths, account.share)
 
-    def next_evictable(self, start: int, most: int) -> Iterator[tuple[int, Block]]:
-        """See FairShare.next_evictable."""
-        return self.eviction.fair_share.next_evictable(start, most)
+    def next_evictable(self, most: int) -> list[Block]:
+        """See Ranking.next_evictable."""
+        return self.eviction.ranking.next_evictable(most)
 
     def retained_for(self, engine: str, request: str) -> list[Retention]:
         """Return the retentions of a request of an engine."""

@@ -3,17 +3,18 @@
 The blocks of a group form a tree below `Group.root`: a block's parent is the previous block of the prompt. The block of
 a suffix group hangs on the block with the same hash in the full group of its namespace, because it is useless without
 that; without such a group, on its own root. Only leaves are evicted, so every cached block stays reachable. An account
-(the blocks that one engine stored in one group) keeps its evictable leaves in a heap per class, by tick. A touch only
-sets the block's own tick; a heap is corrected when the block reaches its top.
+(the blocks that one engine stored in one group) lists its evictable leaves, in no order: the one to evict is found in a
+sample of them. A touch only sets the block's own tick.
 
-A tick is a time and a class. Its two lowest bits are the class: 0, 1 or 2 for a block that was requested once, twice or
-more often. The other bits are the time of the last use, in units of 2^-20 s after FIRST_TICK, increased if necessary so
+A tick is a time, a pace and a class. Its two lowest bits are the class: 0, 1 or 2 for a block that was requested once,
+twice or more often. The next seven are the pace, the time between its last two requests: 0 if that is unknown, else one
+of PACES. The other bits are the time of the last use, in units of 2^-20 s after FIRST_TICK, increased if necessary so
 that no two uses have the same time.
 """
 
 from __future__ import annotations
 
-import math
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -27,23 +28,29 @@ from kvcache_server.core.checksums import Checksums
 from kvcache_server.core.limits import STEP
 
 HIDDEN = -1  # `queued`: WRITING, or READY below a block that is not visible
-UNQUEUED = 0  # `queued`: visible, and not in the order of its account
-GONE = -1  # `pins`: removed, but possibly still in a heap, whose keys must not change
+UNQUEUED = 0  # `queued`: visible, and not among the leaves of its account
+GONE = -1  # `pins`: removed, but possibly still referred to
 CLASSES, CLASS_MASK, OFTEN = 3, 3, 2  # OFTEN is the class of blocks requested more than twice
-PACE_MASK = 127 << 2
+PACE_SHIFT, MOST_PACE = 2, 127
+PACE_MASK = MOST_PACE << PACE_SHIFT
 NEXT_TICK = 1 << 9  # the smallest difference between two times, in ticks
+TICK_MASK = NEXT_TICK - 1  # of class and pace
 TICKS_PER_SECOND = NEXT_TICK << 20
-LOW = NEXT_TICK - 1  # class and pace
-FIRST_TICK = 1 << 59  # the tick at 0 s; those of older releases are smaller, and only their order has a meaning
+FIRST_TICK = 3 << 58  # the tick at 0 s; those of older releases are smaller
 EVICT_FIRST = NEXT_TICK  # the tick of a block that is evicted before all others
+PACES_PER_DOUBLING = 4
+PACES = [0.0, *(2 ** (at / PACES_PER_DOUBLING - 4) for at in range(MOST_PACE))]  # in seconds
+PACE_BEGINS = [
+    int(TICKS_PER_SECOND * pace / 2 ** (0.5 / PACES_PER_DOUBLING)) for pace in PACES[1:]
+]  # the shortest time that each is for
 _DESCENTS = 16  # most levels that a walk descends before a visit
 
 
 class Block(msgspec.Struct, gc=False, eq=False):
     """One cached block. There may be millions, so it has no GC header, and siblings are linked to each other.
 
-    `queued` is first, because the heap compares blocks by it: the block's tick in the order of its account, UNQUEUED if
-    it is not in the order, HIDDEN if it is not visible yet.
+    `queued` is the block's position among the leaves of its account, from 1 on; UNQUEUED if it is not among them,
+    HIDDEN if it is not visible yet.
     """
 
     queued: int
@@ -115,25 +122,17 @@ class Block(msgspec.Struct, gc=False, eq=False):
 
 def later(one: int, other: int) -> int:
     """Return the tick of a block with the tick `one` whose last child, with the tick `other`, is gone: the later time,
-    the higher class, and the pace of the last two requests for either."""
-    cls, pace, its = max(one & CLASS_MASK, other & CLASS_MASK), one & PACE_MASK, other & PACE_MASK
-    if not pace:
-        pace = its
-    elif other & CLASS_MASK and 0 < its < pace:
-        pace = its
-    if other & CLASS_MASK and min(one, other) > FIRST_TICK and abs(one - other) >= SHORTEST:
-        apart = pace_of(abs(one - other)) << 2
-        pace = min(pace or apart, apart)
-    return max(one, other) & ~LOW | pace | cls
+    the higher class, and the shortest known pace: a request for the child was one for the block, too."""
+    cls, its, pace = one & CLASS_MASK, other & CLASS_MASK, one & PACE_MASK
+    if its and one != EVICT_FIRST:
+        pace = min(filter(None, (pace, other & PACE_MASK, pace_of(abs(one - other)))), default=0)
+    last = one if one > other else other  # faster than max()
+    return last & ~TICK_MASK | (pace or other & PACE_MASK) | (cls if cls > its else its)
 
 
-PACES = [0.0, *(2 ** (at / 4 - 6) for at in range(112))]  # seconds between two requests, by `Block.pace`; 0: unknown
-SHORTEST = TICKS_PER_SECOND // 20  # between two requests
-
-
-def pace_of(ticks: int) -> int:
-    """Return the pace of requests that are `ticks` apart."""
-    return min(max(int(4 * math.log2(ticks / TICKS_PER_SECOND) + 25.5), 1), 112) if ticks > 0 else 1
+def pace_of(apart: int) -> int:
+    """Return the pace, as in a tick, of requests that are `apart` ticks apart; 0 if they belong together."""
+    return bisect_right(PACE_BEGINS, apart) << PACE_SHIFT
 
 
 class BottomUp:
@@ -198,7 +197,7 @@ class Share:
 
 class Account:
     """The blocks that one engine stored in one group, as a part of its share of the pool. `leaves` are those that may
-    be evicted, in no order, and some that are in use: they leave when they are looked at."""
+    be evicted, in no order. Some may be pinned: they leave when they are looked at, and enter again when no longer."""
 
     __slots__ = ("engine", "group", "leaves", "share")
 
@@ -226,12 +225,6 @@ class Account:
         block.pins = GONE
         if block.queued > UNQUEUED:
             self.take(block)
-
-    def entries(self) -> list[Block]:
-        return self.leaves
-
-    def clear(self) -> None:
-        self.leaves = []
 
 
 TAG_BYTES = 5
@@ -337,14 +330,14 @@ class Group:
 
         Its parent inherits its last use or, if no engine can still use the parent, is evicted first.
         """
-        found = block.is_found
+        found = self.visible.get(block.hash) is block
         if found:
             del self.visible[block.hash]
         parent = block.parent
         block.unlink()
         block.account.leave(block)
         if parent is not None and parent is not self.root:
-            useless = parent.child is None and self.above.leaf_is_useless and not self.above.is_proof(parent)
+            useless = self.above.leaf_is_useless and parent.child is None and not self.above.is_proof(parent)
             parent.tick = EVICT_FIRST if useless else later(parent.tick, block.tick)
             parent.held |= block.held
             parent.account.enter(parent)

@@ -12,7 +12,7 @@ from itertools import islice
 from kvcache_proto.region import FREED, RegionRows, RowFields, Run, pieces, row_of
 from kvcache_proto.types import REF_BYTES, pack_ref
 from kvcache_server.core.checksums import Locate
-from kvcache_server.core.index import FIRST_TICK, LOW, NEXT_TICK, TICKS_PER_SECOND, Block
+from kvcache_server.core.index import FIRST_TICK, NEXT_TICK, TICK_MASK, TICKS_PER_SECOND, Block
 
 Runs = tuple[Run, ...]
 
@@ -127,7 +127,7 @@ class Pool:
     def touch(self, block: Block, read: int = 0) -> None:
         """Record a use of `block` and, if it was `read`, that a lookup found it, and so the blocks above it."""
         self.tick = tick = self.tick + NEXT_TICK
-        block.tick = tick | block.tick & LOW
+        block.tick = tick | block.tick & TICK_MASK
         page = self.page(block)  # as in `write_tick`, without the call
         self.rows.set_tick(row_of(page), block.tick)
         if read:

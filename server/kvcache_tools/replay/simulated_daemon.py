@@ -56,20 +56,24 @@ class SimulatedDaemon:
         suffixes: Sequence[GroupSpec] = (),
         checkpoint: int = 1 << 30,
         divergences: bool = False,
-        *,
-        reports: bool = False,
     ) -> None:
-        """`reports`: the engines report what their devices keep and evict."""
         self.engines = engines
         self._suffixes, self._checkpoint, self._divergences = suffixes, checkpoint, divergences
         self._step = max(1, STEP_TOKENS // block_tokens)
         self.cache = Cache(sparse_region(room.geometry), room.geometry, limits, seed=1, policy=policy)
         spec = NamespaceSpec("replay", (GroupSpec(block_tokens, room.block_bytes), *suffixes))
         self._sessions = [self.cache.open_session(f"engine {number}", "", 0.0) for number in range(engines)]
+        self._attach(spec)
+
+    def _attach(self, spec: NamespaceSpec, reports: bool = False) -> None:
         for session in self._sessions:
             attached = self.cache.handle(session, m.Attach(1, b"", spec, (0,), reports_leaving=reports), 0.0)
             assert isinstance(attached, m.Attached)
             self._namespace = attached.namespace
+
+    def report_devices(self) -> None:
+        """Let the engines report what their devices keep and evict."""
+        self._attach(self.cache.namespaces[self._namespace].spec, reports=True)
 
     def saved(self, suffix: GroupSpec, length: int, begin: int, end: int, divergence: int = 0) -> list[int]:
         """Return the blocks of a suffix group that are saved for boundaries from block `begin` to `end` of a prompt.

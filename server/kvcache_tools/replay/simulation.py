@@ -44,6 +44,13 @@ class Setup(msgspec.Struct, frozen=True):
     def reports(self) -> bool:
         return self.device_aware and self.device_blocks > 0
 
+    def daemon(self, room: Room, engines: int, policy: str) -> SimulatedDaemon:
+        """Return an empty daemon for that number of engines."""
+        made = SimulatedDaemon(room, self.block_tokens, engines, policy=policy)
+        if self.reports:
+            made.report_devices()
+        return made
+
     def devices(self) -> list[DeviceCache]:
         """Return an empty device cache for each engine."""
         return [DeviceCache(self.device_blocks, self.reports) for _ in range(self.engines)]
@@ -108,15 +115,12 @@ def replay(
         say(f"  {whole.blocks:,} blocks")
         found = {}
         for policy in reversed(setup.policies):
-            shared = SimulatedDaemon(whole, setup.block_tokens, setup.engines, policy=policy, reports=setup.reports)
+            shared = setup.daemon(whole, setup.engines, policy)
             devices = setup.devices()
             hits, times = play([shared] * setup.engines, requests, prompts, engines, clock, devices)
             found[policy] = hits / asked
         first = setup.policies[0]
-        alone = [
-            SimulatedDaemon(part, setup.block_tokens, 1, policy=first, reports=setup.reports)
-            for _ in range(setup.engines)
-        ]
+        alone = [setup.daemon(part, 1, first) for _ in range(setup.engines)]
         private, _ = play(alone, requests, prompts, engines, clock, setup.devices())
         by_devices = sum(device.hits for device in devices)
         rows.append(

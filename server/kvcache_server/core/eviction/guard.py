@@ -6,18 +6,17 @@ been learned from requests that have changed since, or from too few of them.
 
 from __future__ import annotations
 
+import random
 from collections import OrderedDict
 from collections.abc import Collection
-from typing import Any
-
-import random
 
 from kvcache_server.core.eviction.worth import Worths, one_off
 from kvcache_server.core.index import CLASS_MASK, Share
 
-SLACK = 0.95
-SAMPLE, KEPT = 8, 16
 PROMPTS = 6  # by which one must lead before the pool switches to it: most prompts hit, or miss, as a whole
+SLACK = 0.95  # hits by age are counted for less: in the pool, too, victims come from samples
+SAMPLE, KEPT = 24, 8  # random blocks that are looked at together, and candidates kept of those before
+LOOKS = 8  # blocks that need room, until the next sample
 _SMOOTH = 256  # lookups over which the mean size of prompts is taken
 
 
@@ -32,10 +31,11 @@ class Guard:
         self._worths = worths
         self._by_age: OrderedDict[bytes, Share] = OrderedDict()
         self._once: dict[Share, OrderedDict[bytes, None]] = {}  # blocks in it that were requested once
-        self._by_worth: dict[bytes, list[Any]] = {}  # tick, pace, share, position in `_names`
-        self._names: list[bytes] = []
+        self._by_worth: dict[bytes, tuple[int, Share, int]] = {}  # each with its tick and its position in `_names`
+        self._names: list[bytes] = []  # in no order
+        self._candidates: list[tuple[float, int, bytes]] = []  # worth and tick when looked at; worth least last
+        self._left = 0  # blocks that need room, until the next sample
         self._random = random.Random(1)
-        self._least: list[tuple[float, int, bytes]] = []
         self.by_age = False
         self.lead = 0.0
         self._prompt = 1.0  # sampled blocks per lookup
@@ -60,9 +60,9 @@ class Guard:
             self._drop_by_age(self._oldest())
         entry = self._by_worth.get(name)
         if entry is not None:
-            entry[:2] = tick, share
+            self._by_worth[name] = tick, share, entry[2]
         elif self._make_room(tick, now, share):
-            self._by_worth[name] = [tick, share, len(self._names)]
+            self._by_worth[name] = tick, share, len(self._names)
             self._names.append(name)
         most = PROMPTS * self._prompt
         self.lead = min(max(self.lead + old * SLACK - (entry is not None), 0.0), most)
@@ -87,35 +87,36 @@ class Guard:
         return next(iter(self._by_age))
 
     def _make_room(self, tick: int, now: int, share: Share) -> bool:
-        """Evict blocks of a sample that are worth least; return False if that is the new block."""
-        names, entries, worth, draw = self._names, self._by_worth, self._worths.worth, self._random.random
-        while len(names) >= self._slots:
-            for _ in range(SAMPLE):
-                name = names[int(draw() * len(names))]
-                its, owner, _ = entries[name]
-                self._least.append((worth(its, now, owner), its, name))
-            self._least.sort()
-            del self._least[KEPT:]
-            victim = b""
-            while self._least:
-                least, its, victim = self._least[0]
-                entry = entries.get(victim)
-                if entry is not None and entry[0] == its:
-                    break
-                del self._least[0]
-            else:
-                continue
-            if worth(tick, now, share) < least:
-                return False
-            del self._least[0]
-            self._drop(victim)
+        """Evict the candidates that are worth least; return False if that is the new block."""
+        entries, candidates = self._by_worth, self._candidates
+        self._left -= 1
+        while len(entries) >= self._slots:
+            if not candidates or self._left < 0:
+                self._look(now)
+            least, last, name = candidates[-1]
+            if name in entries and entries[name][0] == last:
+                if self._worths.worth(tick, now, share) < least:
+                    return False
+                self._drop(name)
+            del candidates[-1]  # or it was requested again, or evicted
         return True
+
+    def _look(self, now: int) -> None:
+        """Look at some other blocks, and again at the candidates."""
+        self._left, entries, worth = LOOKS, self._by_worth, self._worths.worth
+        names = {name for _, _, name in self._candidates if name in entries}
+        names.update(self._random.choices(self._names, k=SAMPLE))
+        found = []
+        for name in names:
+            tick, share, _ = entries[name]
+            found.append((worth(tick, now, share), tick, name))
+        self._candidates[:] = sorted(found, reverse=True)[-KEPT:]
 
     def _drop(self, name: bytes) -> None:
         at, last = self._by_worth.pop(name)[2], self._names.pop()
         if last != name:
             self._names[at] = last
-            self._by_worth[last][2] = at
+            self._by_worth[last] = *self._by_worth[last][:2], at
 
     def forget(self, shares: Collection[Share]) -> None:
         """Drop the blocks of shares that are gone."""

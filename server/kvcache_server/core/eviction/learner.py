@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 from kvcache_proto import messages as m
 from kvcache_server.core.eviction.monitor import REACH, Monitor
-from kvcache_server.core.eviction.sketch import Sketch, sampled, time_of
-from kvcache_server.core.eviction.worth import Refresh, Worths
+from kvcache_server.core.eviction.sketch import Sketch, sampled
+from kvcache_server.core.eviction.worth import Worths
 from kvcache_server.core.index import (
     CLASS_MASK,
     CLASSES,
@@ -23,7 +23,6 @@ from kvcache_server.core.index import (
     GONE,
     OFTEN,
     PACE_MASK,
-    SHORTEST,
     TICKS_PER_SECOND,
     Account,
     Block,
@@ -80,12 +79,11 @@ class Learner:
         self._slots = 0  # of the pool, for which these are sized
         self._asked: list[_Lookup] = []  # the latest ones
         self._waiting = 0  # their hashes
-        # The hashes and asks of evicted blocks that are not in the sketch yet, by their group's tag.
-        self._left: dict[bytes, tuple[bytearray, bytearray, list[int]]] = {}
+        # The hashes and ticks of evicted blocks that are not in the sketch yet, by their group's tag.
+        self._left: dict[bytes, tuple[bytearray, list[int]]] = {}
         self.wanted: dict[bytes, None] = {}  # hashes of blocks to store regardless of their worth
         self._refreshed = 0  # the tick of the last refresh
         self._missed = 0  # blocks requested and not cached since the last refresh, whether stored then or refused
-        self._refresh: Refresh | None = None
 
     def asked(
         self,
@@ -103,19 +101,9 @@ class Learner:
             missed = b"".join(hashes[hits : hits + _MOST_MISSES]) if hits < len(hashes) else b""
             aware = engine.shares[group.namespace].device and not group.suffixes
             elsewhere = max(request.start - hits, 0) if aware else 0
+            before = found[-1].tick if found else 0
             self._asked.append(
-                _Lookup(
-                    engine,
-                    group,
-                    hashes[0],
-                    len(hashes),
-                    hits,
-                    found,
-                    suffixes,
-                    found[-1].tick if found else 0,
-                    missed,
-                    elsewhere,
-                )
+                _Lookup(*(engine, group, hashes[0], len(hashes), hits, found, suffixes, before, missed, elsewhere))
             )
             self._waiting += len(hashes)
             if self._waiting > _MOST_WAITING or len(self._asked) >= _TOGETHER:
@@ -167,7 +155,7 @@ class Learner:
             return
         self._note_evicted()
         keyed = self._hasher.of(missed, size, group.tag)
-        classes = self._sketch.ask(keyed, begins, time_of(self._pool.tick))
+        classes = self._sketch.ask(keyed, begins, self._pool.tick)
         self._expect(missed, size, classes)
         if watches:
             places = [
@@ -191,9 +179,9 @@ class Learner:
 
     def _set_pace(self, block: Block, before: int) -> None:
         """Note the time between the last two requests for a block."""
-        apart = block.tick - before
-        if apart >= SHORTEST and before > EVICT_FIRST and block.pins != GONE:
-            block.tick = block.tick & ~PACE_MASK | pace_of(apart) << 2
+        pace = pace_of(block.tick - before) if before > EVICT_FIRST and block.pins != GONE else 0
+        if pace:
+            block.tick = block.tick & ~PACE_MASK | pace
             self._pool.write_tick(block)
 
     def _go_up(self, found: Sequence[Block]) -> None:
@@ -245,19 +233,18 @@ class Learner:
         return dict(zip(names, classes, strict=True))
 
     def evicted(self, block: Block) -> None:
-        """Remember the class of a block that is evicted."""
+        """Remember the class and the last use of a block that is evicted."""
         if self._enabled and block.tick != EVICT_FIRST:
             tag = block.account.group.above.tag  # lookups have only the hashes of these
-            hashes, asks, times = self._left.get(tag) or self._left.setdefault(tag, (bytearray(), bytearray(), []))
+            hashes, ticks = self._left.get(tag) or self._left.setdefault(tag, (bytearray(), []))
             hashes += block.hash
-            asks.append((block.tick & CLASS_MASK) + 1)
-            times.append(time_of(block.tick))
-            if len(asks) >= _MOST_LEFT:
+            ticks.append(block.tick)
+            if len(ticks) >= _MOST_LEFT:
                 self._note_evicted()
 
     def _note_evicted(self) -> None:
-        for tag, (hashes, asks, times) in self._left.items():
-            self._sketch.put(self._hasher.of(hashes, len(hashes) // len(asks), tag), asks, times)
+        for tag, (hashes, ticks) in self._left.items():
+            self._sketch.put(self._hasher.of(hashes, len(hashes) // len(ticks), tag), ticks)
         self._left.clear()
 
     def _resize(self, slots: int, block_tokens: int) -> None:
@@ -267,13 +254,13 @@ class Learner:
 
     @property
     def due(self) -> bool:
-        """Whether `begin_to_refresh` should be called."""
-        if self._missed < max(self._slots // _REFRESHES, _FEWEST) or self._refresh:
+        """Whether `refresh` should be called."""
+        if self._missed < max(self._slots // _REFRESHES, _FEWEST):
             return False
         return self._pool.tick - self._refreshed >= _REFRESHED_FOR
 
-    def begin_to_refresh(self, accounts: Collection[Account]) -> None:
-        """Start to update the worths from the evidence. `accounts` are those that share the pool."""
+    def refresh(self, accounts: Collection[Account]) -> None:
+        """Update the worths from the evidence. `accounts` are those that share the pool."""
         self._missed, self._refreshed = 0, self._pool.tick
         groups = {account.group for account in accounts if not account.group.is_suffix}
         blocks = sum(len(group.visible) for group in groups)
@@ -282,13 +269,7 @@ class Learner:
         if used * 2 > self._pool.capacity and not self._slots <= 2 * slots <= 4 * self._slots:
             most = max(groups, key=lambda group: len(group.visible))
             self._resize(slots, most.spec.block_tokens)  # other blocks have come
-        self._refresh = Refresh(self.monitor.watched(), self._pool.tick)
-
-    def refresh_some(self) -> bool:
-        """Continue the refresh; return whether more is left."""
-        if self._refresh is not None and self.worths.refresh(self._refresh):
-            self._refresh = None
-        return self._refresh is not None
+        self.monitor.refresh(self._pool.tick)
 
     def forget_shares(self, shares: Collection[Share]) -> None:
         """Drop references to shares that are gone."""

@@ -8,7 +8,7 @@ from collections.abc import Collection
 
 from kvcache_server.core.eviction.guard import Guard
 from kvcache_server.core.eviction.worth import Worths
-from kvcache_server.core.index import PACE_MASK, SHORTEST, Share, pace_of
+from kvcache_server.core.index import PACE_MASK, Share, pace_of
 
 WATCHED, FEWEST = 8192, 1024  # blocks, at most and if possible at least
 STRIDE = 128  # tokens of a prompt between two blocks that may be watched
@@ -67,7 +67,7 @@ class Monitor:
                 return
             self._worths.returned(last[0], now, last[1])
             if not tick & PACE_MASK:
-                tick |= pace_of(now - last[0]) << 2 if now - last[0] >= SHORTEST else last[0] & PACE_MASK
+                tick |= pace_of(now - last[0]) or last[0] & PACE_MASK
             watched.move_to_end(name)
         while len(watched) > self._room - (last is None) and watched:
             _, (before, owner) = watched.popitem(last=False)
@@ -77,8 +77,10 @@ class Monitor:
             self.requests.append((now, name, cached))
         self.guard.asked(name, tick, now, share)
 
-    def watched(self) -> list[tuple[int, Share]]:
-        return list(self._watched.values())
+    def refresh(self, now: int) -> None:
+        """Update the worths from the evidence at tick `now`."""
+        ticks, shares = zip(*self._watched.values(), strict=True) if self._watched else ((), ())
+        self._worths.refresh(ticks, shares, now)
 
     def forget(self, shares: Collection[Share]) -> None:
         """Stop watching the blocks of shares that are gone."""

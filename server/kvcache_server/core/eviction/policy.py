@@ -85,20 +85,14 @@ class Eviction:
         self.ranking.expire()
 
     def begin_reservation(self) -> None:
-        """Learn from lookups, and if there is enough evidence, let the sweeper update the worths. Bound the number of
-        blocks that one reservation may evict: it is one step of the daemon."""
+        """Learn from lookups, and if there is enough evidence, update the worths. Bound the number of blocks that one
+        reservation may evict: it is one step of the daemon."""
         self._left = _MOST_EVICTED
-        self.ranking.expire()
         self.learner.learn()
         if self.learner.due:
-            self.learner.begin_to_refresh(self.fair_share.accounts)
-            self._sweeper.add(self._refresh_some)
-
-    def _refresh_some(self) -> bool:
-        if self.learner.refresh_some():
-            return True
-        self.ranking.expire()
-        return False
+            self.learner.refresh(self.fair_share.accounts)
+            self.ranking.expire()
+        self.ranking.begin_reservation()
 
     def figures(self) -> status.Eviction:
         """Return the order of eviction, and hits and evictions by class."""
@@ -177,7 +171,7 @@ class Eviction:
 
     def forget_accounts(self, accounts: Collection[Account]) -> None:
         """Drop references to accounts that are gone."""
-        self.ranking.forget()
+        self.ranking.expire()
         self.learner.forget_shares({account.share for account in accounts})
 
     def _evict_from(self, accounts: Sequence[Account], cause: str) -> bool:

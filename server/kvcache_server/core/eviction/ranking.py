@@ -1,25 +1,35 @@
-"""Which block is worth least, among a sample of the leaves. Pure."""
+"""Which block is worth least, in a sample of the leaves. Pure.
+
+The worth of each block changes with time in its own way, so no order of the blocks stays right. Instead, from time to
+time a few random leaves are compared with the best candidates of the former samples. Victims come from these
+candidates, worth least first; the parent of a victim becomes a candidate, too, because it has its last use.
+"""
 
 from __future__ import annotations
 
 import heapq
 import itertools
+import math
 import random
-from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from kvcache_server.core.eviction.due import Due
 from kvcache_server.core.eviction.fair_share import FairShare
 from kvcache_server.core.eviction.holders import Holders
 from kvcache_server.core.eviction.learner import Learner
 from kvcache_server.core.eviction.worth import one_off
-from kvcache_server.core.index import CLASS_MASK, EVICT_FIRST, UNQUEUED, Account, Block, Share
+from kvcache_server.core.index import CLASS_MASK, EVICT_FIRST, TICKS_PER_SECOND, UNQUEUED, Account, Block, Share
 from kvcache_server.core.pool import Pool
 
-HALF = 1 / 2  # below that probability of being of use, a block is evicted first even by age
-SAMPLE, KEPT = 32, 16  # leaves that are looked at together, and those kept of the sample before
+SAMPLE, KEPT = 32, 16  # random leaves that are looked at together, and candidates kept of those before
+_ENOUGH, _TICKS = 5 / 6, TICKS_PER_SECOND  # of the candidates, and time: with fewer, or later, another sample is due
+_AHEAD = 16  # leaves looked at for each one that will be evicted next
+_FIRST = 1 << 62  # more than each tick: by age, these blocks go before all others
+_USEFUL = 1 / 2  # by age, a block that is of use with less than this probability is one of them
 
-Entry = tuple[float, int, Block]  # what a leaf was worth when looked at, a number, and the leaf
+Entry = tuple[
+    float, int, int, Block
+]  # the worth of a leaf when it was looked at, its tick then, a number, and the leaf
 
 
 class Ranking:
@@ -29,119 +39,129 @@ class Ranking:
         self.by_age, self._holders, self._due = learner.guard.by_age, holders, due
         self._pool, self._fair_share, self._worths, self._guard = pool, fair_share, learner.worths, learner.guard
         self._random = random.Random(1)
-        self._heap: list[Entry] = []
+        self._candidates: list[Entry] = []  # a heap
         self._numbers = itertools.count()
-        self._above: Block | None = None  # the parent of the last victim: it has its last use
-        self._new = True  # whether another sample is due
+        self._checked = 0  # the number from which on entries are of this reservation
+        self._enough = 0  # candidates; with fewer, another sample is due
+        self._until = 0  # the tick at which it is due in any case
+        self._victim: tuple[Entry, Block | None] | None = None  # the last one of this reservation, and its parent
+
+    def begin_reservation(self) -> None:
+        """Look at all candidates again before they become victims."""
+        if self.by_age is not self._guard.by_age:
+            self.by_age = self._guard.by_age
+            self.expire()
+        parent, self._victim = self._next_above(), None
+        if parent is not None:
+            heapq.heappush(self._candidates, parent)
+        self._checked = next(self._numbers)
 
     def expire(self) -> None:
-        self._new, self._above = True, None
+        """Forget all candidates: blocks may be worth something else now."""
+        self._candidates, self._victim = [], None
 
     def least(self) -> Entry | None:
-        """Return the leaf that is worth least, of a sample of those of accounts above their floors."""
-        above, self._above = self._above, None
-        if above is not None and above.queued > UNQUEUED:
-            self._push(above)
-            self._new = False
-        if self._new:
+        """Return the candidate that is worth least, of accounts above their floors; None if there is none."""
+        candidates = self._candidates
+        if (parent := self._next_above()) is not None:
+            if len(candidates) > self._enough and parent[0] <= candidates[0][0]:
+                return parent
+            heapq.heappush(candidates, parent)
+        self._victim = None
+        if len(candidates) <= self._enough or self._pool.tick > self._until:
             self._take_sample()
-        while True:
-            heap = self._heap
-            while heap:
-                worth, _, block = heap[0]
-                account = block.account
-                if not usable(block) or account.share.bytes <= account.share.floor:
-                    heapq.heappop(heap)
-                    continue
-                now = self._worth(block)
-                if now > worth:
-                    heapq.heapreplace(heap, (now, next(self._numbers), block))
-                    continue
-                return heap[0]
-            if not self._take_sample():
-                return None
+        while candidates or self._take_sample():
+            entry = candidates[0]
+            _, tick, number, leaf = entry
+            share = leaf.account.share
+            if leaf.queued <= UNQUEUED or leaf.pins or share.bytes <= share.floor:
+                heapq.heappop(candidates)
+            elif number >= self._checked and leaf.tick == tick:
+                return entry
+            else:
+                heapq.heapreplace(candidates, self._entry(leaf))
+        return None
+
+    def _next_above(self) -> Entry | None:
+        """Return the entry of the parent of the last victim, None if it may not be evicted. It has the victim's last
+        use, and so mostly its worth."""
+        if self._victim is None:
+            return None
+        (worth, tick, _, leaf), parent = self._victim
+        if parent is None or parent.queued <= UNQUEUED:
+            return None
+        account = parent.account
+        if account.share.bytes <= account.share.floor:
+            return None
+        if parent.tick != tick or account is not leaf.account or parent.held or self._due.waiting:
+            worth = self._worth(parent)
+        return worth, parent.tick, next(self._numbers), parent
 
     def least_of(self, accounts: Iterable[Account]) -> Entry | None:
-        """Like `least`, but of these accounts, whether they are above their floors or not."""
-        self.by_age = self._guard.by_age
-        leaves = self._sample([account for account in accounts if account.leaves])
-        return min(((self._worth(leaf), next(self._numbers), leaf) for leaf in leaves), default=None)
+        """Return the entry that is worth least in a sample of the leaves of `accounts`, whether they are above their
+        floors or not; None if they have no leaf."""
+        return min(map(self._entry, self._sample(accounts)), default=None)
 
-    def _take_sample(self) -> bool:
-        """Look at other leaves; return False if there are none."""
-        self.by_age = self._guard.by_age
+    def next_evictable(self, most: int) -> list[Block]:
+        """Return at most `most` leaves that will probably be evicted next, in this order. O(most)."""
+        self._take_sample(_AHEAD * most)
+        return [leaf for _, _, _, leaf in heapq.nsmallest(most, self._candidates) if leaf.queued > UNQUEUED]
+
+    def _take_sample(self, most: int = SAMPLE) -> bool:
+        """Look at some other leaves; return False if there are none."""
         self._fair_share.set_floors()
-        kept = heapq.nsmallest(KEPT, self._heap)
-        self._heap = []
-        for _, _, block in kept:
-            if usable(block):
-                self._push(block)
-        accounts = [each for each in self._fair_share.accounts if each.leaves and each.share.bytes > each.share.floor]
-        leaves = self._sample(accounts)
-        numbers, worth = self._numbers, self._worth
-        self._heap += [(worth(leaf), next(numbers), leaf) for leaf in leaves]
-        heapq.heapify(self._heap)
-        self._new = False
+        leaves = self._sample([each for each in self._fair_share.accounts if each.share.bytes > each.share.floor], most)
+        self._candidates[:] = heapq.nsmallest(KEPT, self._candidates) + list(map(self._entry, leaves))
+        heapq.heapify(self._candidates)
+        self._until = self._pool.tick + _TICKS
+        # A few leaves are all looked at each time.
+        self._enough = int(_ENOUGH * len(self._candidates)) if len(leaves) >= SAMPLE else KEPT + SAMPLE
         return bool(leaves)
 
-    def _sample(self, accounts: Sequence[Account]) -> list[Block]:
-        """Return about SAMPLE leaves of the accounts, in proportion; none only if there are none."""
+    def _sample(self, accounts: Iterable[Account], most: int = SAMPLE) -> list[Block]:
+        """Return at most `most` leaves of the accounts, in proportion to their number; none only if there are none."""
         while True:
-            ends = list(itertools.accumulate(len(account.leaves) for account in accounts))
-            total = ends[-1] if ends else 0
-            if not total:
-                return []
-            if total <= SAMPLE:
+            accounts = [account for account in accounts if account.leaves]
+            weights = [len(account.leaves) for account in accounts]
+            if sum(weights) <= most:
                 found = [leaf for account in accounts for leaf in account.leaves]
+            elif len(accounts) == 1:
+                found = self._random.choices(accounts[0].leaves, k=most)
             else:
-                draw, found = self._random.random, []
-                for _ in range(SAMPLE):
-                    at = int(draw() * total)
-                    which = bisect_right(ends, at)
-                    found.append(accounts[which].leaves[at - ends[which]])  # a negative index, from its end
-            fit = []
-            for leaf in found:
-                if usable(leaf):
-                    fit.append(leaf)
-                elif leaf.queued > UNQUEUED:
+                chosen = self._random.choices(accounts, weights, k=most)
+                found = [self._random.choice(account.leaves) for account in chosen]
+            free = [leaf for leaf in found if not leaf.pins]
+            for leaf in found if len(free) < len(found) else ():
+                if leaf.pins and leaf.queued > UNQUEUED:
                     leaf.account.take(leaf)
-            if fit:
-                return fit
+            if free or not found:
+                return free
 
-    def _push(self, block: Block) -> None:
-        heapq.heappush(self._heap, (self._worth(block), next(self._numbers), block))
+    def _entry(self, leaf: Block) -> Entry:
+        return self._worth(leaf), leaf.tick, next(self._numbers), leaf
 
     def _worth(self, block: Block) -> float:
         if self._due.waiting and id(block) in self._due.waiting:
             return self._due.worth(block)
-        tick = block.tick
-        if tick == EVICT_FIRST:
-            return -float("inf")
-        return self._worth_of(tick, block.account.share, block.held)
+        if block.tick == EVICT_FIRST:
+            return -math.inf
+        return self._worth_of(block.tick, block.account.share, block.held)
 
     def _worth_of(self, tick: int, share: Share, held: int) -> float:
         elsewhere = self._holders.elsewhere(held, share.namespace) if held else 1.0
         if self.by_age:
-            return tick - (1 << 62) if elsewhere < HALF or one_off(share, tick & CLASS_MASK) else tick
+            return tick - _FIRST if elsewhere < _USEFUL or one_off(share, tick & CLASS_MASK) else tick
         return self._worths.worth(tick, self._pool.tick, share) * elsewhere
 
     def worth_of_new(self, account: Account, cls: int, used: int = 0) -> float:
-        """Return the worth of a block of class `cls` that `account` is about to store; see Eviction.make_room."""
-        share = account.share
-        return self._worth_of((used or self._pool.tick) | cls, share, 0)
+        """Return the worth of a block that `account` is about to store; `cls` is its class and pace, as in a tick. See
+        Eviction.make_room for `used`."""
+        return self._worth_of((used or self._pool.tick) | cls, account.share, 0)
 
     def pop(self, entry: Entry) -> Block:
         """Remove and return the leaf of an entry that was just returned. It must be evicted then."""
-        block = entry[2]
-        if self._heap and self._heap[0] is entry:
-            heapq.heappop(self._heap)
-        self._above, self._new = block.parent, True
-        return block
-
-    def forget(self) -> None:
-        """Drop all references to accounts."""
-        self._new, self._heap, self._above = True, [], None
-
-
-def usable(block: Block) -> bool:
-    return block.queued > UNQUEUED and not block.pins and block.child is None
+        leaf = entry[3]
+        if self._candidates and self._candidates[0] is entry:
+            heapq.heappop(self._candidates)
+        self._victim = entry, leaf.parent
+        return leaf
