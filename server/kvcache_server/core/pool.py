@@ -78,9 +78,9 @@ class Pool:
         return (self.tick - FIRST_TICK) / TICKS_PER_SECOND
 
     def place(self, runs: Runs, block: Block, cls: int, parent: int, body: RowFields) -> int:
-        """Put `block` on the pages of `runs`, as just used, with its class, under a new generation; return its row.
+        """Put `block` on the pages of `runs`, as just used, under a new generation; return its row.
 
-        `parent` is the generation of its parent, `body` its fields of the row. The row is WRITING.
+        `cls` is its class and pace, as in a tick, `parent` the generation of its parent, `body` its fields of the row. The row is WRITING.
         """
         self.generation = generation = (self.generation + 1) % FREED
         self.tick = tick = self.tick + NEXT_TICK
