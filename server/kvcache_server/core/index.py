@@ -220,12 +220,6 @@ class Account:
             self.leaves[at - 1], last.queued = last, at
         block.queued = UNQUEUED
 
-    def leave(self, block: Block) -> None:
-        """Mark `block` as removed."""
-        block.pins = GONE
-        if block.queued > UNQUEUED:
-            self.take(block)
-
 
 TAG_BYTES = 5
 
@@ -335,7 +329,9 @@ class Group:
             del self.visible[block.hash]
         parent = block.parent
         block.unlink()
-        block.account.leave(block)
+        block.pins = GONE
+        if block.queued > UNQUEUED:
+            block.account.take(block)
         if parent is not None and parent is not self.root:
             useless = self.above.leaf_is_useless and parent.child is None and not self.above.is_proof(parent)
             parent.tick = EVICT_FIRST if useless else later(parent.tick, block.tick)

@@ -82,10 +82,11 @@ class Pool:
         return max(self.tick - int(seconds * (TICKS_PER_SECOND // NEXT_TICK)) * NEXT_TICK, FIRST_TICK)
 
     def place(self, runs: Runs, block: Block, cls: int, parent: int, body: RowFields, used: int = 0) -> int:
-        """Put `block` on the pages of `runs`, as used at the tick `used`, or now if that is 0, with its class, under a
-        new generation; return its row.
+        """Put `block` on the pages of `runs`, as used at the tick `used`, or now if that is 0, under a new generation;
+        return its row.
 
-        `parent` is the generation of its parent, `body` its fields of the row. The row is WRITING.
+        `cls` is its class and pace, as in a tick, `parent` the generation of its parent, `body` its fields of the row.
+        The row is WRITING.
         """
         self.generation = generation = (self.generation + 1) % FREED
         self.tick = tick = self.tick + NEXT_TICK

@@ -46,7 +46,7 @@ class Eviction:
 
     Attributes: `evictions` are evicted blocks by cause, `evicted_unread` those that no lookup had found;
     `evicted_by_class` those that were requested once, twice, more often; `declined` counts blocks that were not stored
-    because they were worth less than each block in the pool.
+    because they were worth less than those that would have been evicted.
     """
 
     def __init__(
@@ -119,11 +119,11 @@ class Eviction:
             self._pages = 0
 
     def make_room(self, account: Account, cls: int = 0, used: int = 0) -> Runs | Refusal:
-        """Return free pages for a block of class `cls`, or QUOTA or NO_SPACE.
+        """Return free pages for a block, or QUOTA or NO_SPACE. `cls` is its class and pace, as in a tick.
 
-        `used` is the tick of its last use if it leaves the engine's device; 0 if it stays there. CLASSES is the class
-        of a block that is stored regardless of its worth. NO_SPACE also means that the block is worth less than those
-        that would be evicted for it; then `declined` has increased.
+        `used` is the tick of its last use if it leaves the engine's device; 0 if it stays there. CLASSES stands for a
+        block that is stored regardless of its worth. NO_SPACE also means that the block is worth less than those that
+        would be evicted for it; then `declined` has increased.
         """
         group, share, pool = account.group, account.share, self._pool
         size, pages = group.allocated_bytes, group.pages

@@ -11,7 +11,7 @@ import heapq
 import itertools
 import math
 import random
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from kvcache_server.core.eviction.due import Due
 from kvcache_server.core.eviction.fair_share import FairShare
@@ -21,15 +21,14 @@ from kvcache_server.core.eviction.worth import one_off
 from kvcache_server.core.index import CLASS_MASK, EVICT_FIRST, TICKS_PER_SECOND, UNQUEUED, Account, Block, Share
 from kvcache_server.core.pool import Pool
 
-SAMPLE, KEPT = 32, 16  # random leaves that are looked at together, and candidates kept of those before
-_ENOUGH, _TICKS = 5 / 6, TICKS_PER_SECOND  # of the candidates, and time: with fewer, or later, another sample is due
+SAMPLE, KEPT = 64, 32  # random leaves that are looked at together, and candidates kept of those before
+_ENOUGH, _TICKS = 11 / 12, TICKS_PER_SECOND // 16  # of the candidates, and time, until another sample is due
 _AHEAD = 16  # leaves looked at for each one that will be evicted next
 _FIRST = 1 << 62  # more than each tick: by age, these blocks go before all others
 _USEFUL = 1 / 2  # by age, a block that is of use with less than this probability is one of them
 
-Entry = tuple[
-    float, int, int, Block
-]  # the worth of a leaf when it was looked at, its tick then, a number, and the leaf
+# What a leaf was worth when it was looked at, its tick then, a number, and the leaf.
+Entry = tuple[float, int, int, Block]
 
 
 class Ranking:
@@ -42,6 +41,7 @@ class Ranking:
         self._candidates: list[Entry] = []  # a heap
         self._numbers = itertools.count()
         self._checked = 0  # the number from which on entries are of this reservation
+        self._new: dict[tuple[int, Share], float] = {}  # the worth of new blocks of this reservation
         self._enough = 0  # candidates; with fewer, another sample is due
         self._until = 0  # the tick at which it is due in any case
         self._victim: tuple[Entry, Block | None] | None = None  # the last one of this reservation, and its parent
@@ -55,6 +55,7 @@ class Ranking:
         if parent is not None:
             heapq.heappush(self._candidates, parent)
         self._checked = next(self._numbers)
+        self._new.clear()
 
     def expire(self) -> None:
         """Forget all candidates: blocks may be worth something else now."""
@@ -64,7 +65,8 @@ class Ranking:
         """Return the candidate that is worth least, of accounts above their floors; None if there is none."""
         candidates = self._candidates
         if (parent := self._next_above()) is not None:
-            if len(candidates) > self._enough and parent[0] <= candidates[0][0]:
+            share = parent[3].account.share
+            if len(candidates) > self._enough and parent[0] <= candidates[0][0] and share.bytes > share.floor:
                 return parent
             heapq.heappush(candidates, parent)
         self._victim = None
@@ -90,17 +92,17 @@ class Ranking:
         (worth, tick, _, leaf), parent = self._victim
         if parent is None or parent.queued <= UNQUEUED:
             return None
-        account = parent.account
-        if account.share.bytes <= account.share.floor:
-            return None
-        if parent.tick != tick or account is not leaf.account or parent.held or self._due.waiting:
+        if parent.tick != tick or parent.account is not leaf.account or parent.held or self._due.waiting:
             worth = self._worth(parent)
         return worth, parent.tick, next(self._numbers), parent
 
-    def least_of(self, accounts: Iterable[Account]) -> Entry | None:
+    def least_of(self, accounts: Collection[Account]) -> Entry | None:
         """Return the entry that is worth least in a sample of the leaves of `accounts`, whether they are above their
         floors or not; None if they have no leaf."""
-        return min(map(self._entry, self._sample(accounts)), default=None)
+        entries = [self._entry(leaf) for leaf in self._sample(accounts)]
+        if (parent := self._next_above()) is not None and parent[3].account in accounts:
+            entries.append(parent)
+        return min(entries, default=None)
 
     def next_evictable(self, most: int) -> list[Block]:
         """Return at most `most` leaves that will probably be evicted next, in this order. O(most)."""
@@ -108,14 +110,17 @@ class Ranking:
         return [leaf for _, _, _, leaf in heapq.nsmallest(most, self._candidates) if leaf.queued > UNQUEUED]
 
     def _take_sample(self, most: int = SAMPLE) -> bool:
-        """Look at some other leaves; return False if there are none."""
+        """Look at some other leaves; return False if there are none. O(accounts + most)."""
         self._fair_share.set_floors()
-        leaves = self._sample([each for each in self._fair_share.accounts if each.share.bytes > each.share.floor], most)
-        self._candidates[:] = heapq.nsmallest(KEPT, self._candidates) + list(map(self._entry, leaves))
-        heapq.heapify(self._candidates)
+        accounts = self._fair_share.accounts
+        most = max(most, len(accounts))  # so that the time per victim is bounded
+        leaves = self._sample([each for each in accounts if each.share.bytes > each.share.floor], most)
+        candidates = self._candidates
+        candidates[:] = heapq.nsmallest(KEPT, candidates) + list(map(self._entry, leaves))
+        heapq.heapify(candidates)
         self._until = self._pool.tick + _TICKS
-        # A few leaves are all looked at each time.
-        self._enough = int(_ENOUGH * len(self._candidates)) if len(leaves) >= SAMPLE else KEPT + SAMPLE
+        # If there are only a few leaves, all are looked at each time.
+        self._enough = len(candidates) if len(leaves) < most == SAMPLE else int(_ENOUGH * len(candidates))
         return bool(leaves)
 
     def _sample(self, accounts: Iterable[Account], most: int = SAMPLE) -> list[Block]:
@@ -128,8 +133,8 @@ class Ranking:
             elif len(accounts) == 1:
                 found = self._random.choices(accounts[0].leaves, k=most)
             else:
-                chosen = self._random.choices(accounts, weights, k=most)
-                found = [self._random.choice(account.leaves) for account in chosen]
+                chosen, draw = self._random.choices(accounts, weights, k=most), self._random.random
+                found = [account.leaves[int(draw() * len(account.leaves))] for account in chosen]
             free = [leaf for leaf in found if not leaf.pins]
             for leaf in found if len(free) < len(found) else ():
                 if leaf.pins and leaf.queued > UNQUEUED:
@@ -147,16 +152,19 @@ class Ranking:
             return -math.inf
         return self._worth_of(block.tick, block.account.share, block.held)
 
-    def _worth_of(self, tick: int, share: Share, held: int) -> float:
+    def _worth_of(self, tick: int, share: Share, held: int = 0) -> float:
         elsewhere = self._holders.elsewhere(held, share.namespace) if held else 1.0
         if self.by_age:
             return tick - _FIRST if elsewhere < _USEFUL or one_off(share, tick & CLASS_MASK) else tick
         return self._worths.worth(tick, self._pool.tick, share) * elsewhere
 
     def worth_of_new(self, account: Account, cls: int, used: int = 0) -> float:
-        """Return the worth of a block that `account` is about to store; `cls` is its class and pace, as in a tick. See
-        Eviction.make_room for `used`."""
-        return self._worth_of((used or self._pool.tick) | cls, account.share, 0)
+        """Return the worth of a block that `account` is about to store; see Eviction.make_room."""
+        key = cls, used, account.share
+        worth = self._new.get(key)
+        if worth is None:
+            worth = self._new[key] = self._worth_of((used or self._pool.tick) | cls, account.share)
+        return worth
 
     def pop(self, entry: Entry) -> Block:
         """Remove and return the leaf of an entry that was just returned. It must be evicted then."""

@@ -18,7 +18,7 @@ _MARK_BITS, _TIME_BITS, _COUNT_BITS = 12, 18, 2  # of a cell
 _MARK_SHIFT = _TIME_BITS + _COUNT_BITS
 _MARK, _TIME = np.uint64((1 << _MARK_BITS) - 1), (1 << _TIME_BITS) - 1
 _TIME_SHIFT = TICKS_PER_SECOND.bit_length() - 4  # from ticks to eighths of a second, which wrap after nine hours
-_HALF = np.uint64(32)
+_HALF, _SAMPLED_SHIFT = np.uint64(32), np.uint64(14)
 _PACE_BEGINS = -(-np.array(PACE_BEGINS) >> _TIME_SHIFT)
 
 
@@ -89,5 +89,5 @@ def sampled(keyed: HashArray, every: int) -> list[int]:
 
     It uses other bits than the marks of a sketch.
     """
-    chosen: list[int] = (keyed >> np.uint64(14) & np.uint64(every - 1) == 0).nonzero()[0].tolist()
+    chosen: list[int] = (keyed >> _SAMPLED_SHIFT & np.uint64(every - 1) == 0).nonzero()[0].tolist()
     return chosen
