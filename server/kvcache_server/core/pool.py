@@ -80,7 +80,8 @@ class Pool:
     def place(self, runs: Runs, block: Block, cls: int, parent: int, body: RowFields) -> int:
         """Put `block` on the pages of `runs`, as just used, under a new generation; return its row.
 
-        `cls` is its class and pace, as in a tick, `parent` the generation of its parent, `body` its fields of the row. The row is WRITING.
+        `cls` is its class and pace, as in a tick, `parent` the generation of its parent, `body` its fields of the row.
+        The row is WRITING.
         """
         self.generation = generation = (self.generation + 1) % FREED
         self.tick = tick = self.tick + NEXT_TICK
