@@ -44,6 +44,7 @@ class Ranking:
         self._new: dict[tuple[int, Share], float] = {}  # the worth of new blocks of this reservation
         self._enough = 0  # candidates; with fewer, another sample is due
         self._until = 0  # the tick at which it is due in any case
+        self._all = False  # whether the last sample had all leaves; then each reservation takes one
         self._victim: tuple[Entry, Block | None] | None = None  # the last one of this reservation, and its parent
 
     def begin_reservation(self) -> None:
@@ -56,6 +57,8 @@ class Ranking:
             heapq.heappush(self._candidates, parent)
         self._checked = next(self._numbers)
         self._new.clear()
+        if self._all:
+            self._until = 0
 
     def expire(self) -> None:
         """Forget all candidates: blocks may be worth something else now."""
@@ -66,7 +69,7 @@ class Ranking:
         candidates = self._candidates
         if (parent := self._next_above()) is not None:
             share = parent[3].account.share
-            if len(candidates) > self._enough and parent[0] <= candidates[0][0] and share.bytes > share.floor:
+            if candidates and parent < candidates[0] and share.bytes > share.floor:
                 return parent
             heapq.heappush(candidates, parent)
         self._victim = None
@@ -119,8 +122,7 @@ class Ranking:
         candidates[:] = heapq.nsmallest(KEPT, candidates) + list(map(self._entry, leaves))
         heapq.heapify(candidates)
         self._until = self._pool.tick + _TICKS
-        # If there are only a few leaves, all are looked at each time.
-        self._enough = len(candidates) if len(leaves) < most == SAMPLE else int(_ENOUGH * len(candidates))
+        self._enough, self._all = int(_ENOUGH * len(candidates)), len(leaves) < most == SAMPLE
         return bool(leaves)
 
     def _sample(self, accounts: Iterable[Account], most: int = SAMPLE) -> list[Block]:
