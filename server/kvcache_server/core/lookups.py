@@ -204,7 +204,8 @@ class Lookups:
         asked, share = session.engine.lookups_of(request.request, group), session.engine.shares[namespace.number]
         if not asked.lookups:
             hits = match.hits + (match.proof is not None)
-            self._holders.requested(share, match.chain[-1] if match.chain else None, request.start > hits)
+            if self._holders.reports:
+                self._holders.requested(share, match.chain[-1] if match.chain else None, request.start > hits)
             self._learner.asked(session.engine, group, request, match.used, hits, match.suffixes)
         asked.lookups += 1
         namespace.lookups += 1

@@ -41,7 +41,10 @@ class _Routing:
 
 
 class Holders:
+    """Attributes: `reports` is whether any engine reports what its device evicts; if not, nothing is known."""
+
     def __init__(self) -> None:
+        self.reports = False
         self._namespaces: dict[int, _Routing] = {}
 
     def update(self, share: Share, reports: bool | None = None) -> None:
@@ -60,6 +63,7 @@ class Holders:
             routing.live |= each.device
         if not routing.shares:
             del self._namespaces[share.namespace]
+        self.reports = any(routing.live for routing in self._namespaces.values())
 
     @staticmethod
     def _bit(routing: _Routing) -> int:

@@ -41,7 +41,7 @@ class Ranking:
         self._candidates: list[Entry] = []  # a heap
         self._numbers = itertools.count()
         self._checked = 0  # the number from which on entries are of this reservation
-        self._new: dict[tuple[int, Share], float] = {}  # the worth of new blocks of this reservation
+        self._new: dict[tuple[int, int, Share], float] = {}  # the worth of new blocks of this reservation
         self._enough = 0  # candidates; with fewer, another sample is due
         self._until = 0  # the tick at which it is due in any case
         self._all = False  # whether the last sample had all leaves; then each reservation takes one
@@ -150,9 +150,12 @@ class Ranking:
     def _worth(self, block: Block) -> float:
         if self._due.waiting and id(block) in self._due.waiting:
             return self._due.worth(block)
-        if block.tick == EVICT_FIRST:
+        tick, held = block.tick, block.held
+        if tick == EVICT_FIRST:
             return -math.inf
-        return self._worth_of(block.tick, block.account.share, block.held)
+        if not (held or self.by_age):
+            return self._worths.worth(tick, self._pool.tick, block.account.share)
+        return self._worth_of(tick, block.account.share, held)
 
     def _worth_of(self, tick: int, share: Share, held: int = 0) -> float:
         elsewhere = self._holders.elsewhere(held, share.namespace) if held else 1.0
