@@ -552,6 +552,39 @@ def test_lazy_saves_leave_out_memory_that_another_connector_fills(cache: Cache) 
     assert [due.blocks for due in lazy.due()] == [[1]], "the other was found twice on the device, and is gone since"
 
 
+def test_what_a_device_keeps_is_reported_until_it_is_gone(cache: Cache) -> None:
+    request = Engine(cache).request("r", chain("a", 6))
+    hashes = dict(enumerate(request.hashes))
+    counts, free = LoggedCounters(logging.getLogger()), [*range(20, 30)]
+    facts = lambda count: free[:count], lambda block: hashes.get(block, b"")
+    device = DeviceCache(FullAttention(BLOCK, 1), 8, *facts, counts, time.monotonic, False, True)
+
+    def use(blocks: int) -> None:
+        state = RequestState(request.view, tables=[list(range(blocks))])
+        state.progress.saved = blocks
+        device.found(state, blocks * BLOCK)
+        assert device.changes() == ([], []), "a request uses them"
+        device.ending(state)
+
+    use(5)
+    assert device.changes() == ([request.hashes[4]], [])
+    device.given([4])
+    assert device.changes() == ([request.hashes[3]], [request.hashes[4]])
+    free[:] = [3, 2, *range(20, 30)]
+    device.given(range(100, 108))
+    (due,) = device.due()
+    assert (due.keys, due.leaving, due.parent) == (request.hashes[:4], 2, None)
+    assert device.changes() == ([request.hashes[1]], [])
+    assert device.due() == []
+    device.given([3, 2])
+    assert device.changes() == ([], []), "the daemon was told before"
+    device.forget()
+    assert device.changes() == ([], [request.hashes[1]])
+    free[:] = range(20, 26)
+    use(6)
+    assert device.changes() == ([], []), "with so little free memory, they may be gone at once"
+
+
 def test_a_block_that_is_given_away_answered_is_guarded(cache: Cache) -> None:
     engine, run = Engine(cache), chain("a", 4)
     request = engine.request("r", run)

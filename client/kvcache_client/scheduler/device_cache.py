@@ -90,7 +90,7 @@ class Eager:
         """Note that a request gives its device blocks back."""
 
     def forget(self) -> None:
-        """The weights have changed."""
+        """The device's cache was reset."""
 
 
 class DeviceCache(Eager):
@@ -207,13 +207,14 @@ class DeviceCache(Eager):
         return not held.done and (self._lazy or held.use.kept)
 
     def forget(self) -> None:
+        kept = {key for key, held in self._held.items() if held.use.kept}
+        self._evicted = list(kept - {self._held[key].above for key in kept})
         self._held.clear()
         self._keys.clear()
         self._uses.clear()
         self._hot.clear()
         self._ending.clear()
         self._kept.clear()
-        self._evicted.clear()
 
     def _chain(self, last: _Held, leaving: dict[bytes, None]) -> Due:
         """Return a block and all above it, as far as they are on the device: the daemon knows which of them it has."""
