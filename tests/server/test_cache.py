@@ -820,3 +820,19 @@ def test_what_was_dropped_does_not_go_without_bound_for_one_reservation() -> Non
     answers = large.reserve(chain("x", 256)).answers
     assert 0 < cache.eviction.evictions["dropped"] - before <= 512 + 70
     assert Refusal.NO_SPACE in answers, "the rest waits for the next one"
+
+
+def test_a_block_is_not_evicted_for_its_own_child() -> None:
+    """The first run evicts the last block of a chain; then the end of that chain would be the next one to go."""
+    cache = make_cache(300)
+    engine = Engine(cache, "one")
+    engine.store(chain("a", 4))
+    for at in range(296):
+        engine.now = at + 1.0
+        engine.store([f"b{at}"])
+    engine.now = 1000.0
+    runs = [m.Run(hashes(["x"])), m.Run(hashes(["y"]), hashes(["a2"])[0])]
+    reserved = engine.ask(m.Reserve(1, b"", engine.namespace, runs))
+    assert engine.settle(reserved) == [Verdict.VISIBLE] * 2
+    assert engine.hits(["a0", "a1", "a2", "y"]) == 4
+    check_integrity(cache)

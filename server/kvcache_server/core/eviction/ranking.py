@@ -93,7 +93,7 @@ class Ranking:
         if self._victim is None:
             return None
         (worth, tick, _, leaf), parent = self._victim
-        if parent is None or parent.queued <= UNQUEUED:
+        if parent is None or parent.queued <= UNQUEUED or parent.pins:
             return None
         if parent.tick != tick or parent.account is not leaf.account or parent.held or self._due.waiting:
             worth = self._worth(parent)
