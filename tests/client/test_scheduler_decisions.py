@@ -15,7 +15,7 @@ from kvcache_client.scheduler import loads, lookups, queue, saves
 from kvcache_client.scheduler.device_cache import DeviceCache
 from kvcache_client.scheduler.groups import FullAttention
 from kvcache_client.scheduler.requests import PAUSE, RequestState
-from kvcache_client.scheduler.views import Hint, RequestView
+from kvcache_client.scheduler.views import EngineFacts, Hint, RequestView
 from kvcache_client.session.counters import LoggedCounters
 from kvcache_client.step_plan import NOTHING, LoadJob, Report
 from kvcache_proto.errors import BadArgument
@@ -537,8 +537,10 @@ def test_lazy_saves_leave_out_memory_that_another_connector_fills(cache: Cache) 
     request = Engine(cache).request("r", chain("a", 4))
     hashes = dict(zip(blocks := [1, 2, 3, 4], request.hashes, strict=True))
     counts = LoggedCounters(logging.getLogger())
-    facts = lambda count: [4], lambda block: hashes.get(block, b"")
-    lazy = DeviceCache(FullAttention(BLOCK, 1), 8, *facts, counts, time.monotonic, True, False)
+    facts = EngineFacts(
+        BLOCK, step_tokens=4 * BLOCK, evicted_next=lambda count: [4], hash_of=lambda block: hashes.get(block, b"")
+    )
+    lazy = DeviceCache(FullAttention(BLOCK, 1), facts, counts, time.monotonic, True, False)
     state = RequestState(request.view, tables=[blocks])
     lazy.hold(state, 0, 4)
     del hashes[2]
@@ -556,8 +558,13 @@ def test_what_a_device_keeps_is_reported_until_it_is_gone(cache: Cache) -> None:
     request = Engine(cache).request("r", chain("a", 6))
     hashes = dict(enumerate(request.hashes))
     counts, free = LoggedCounters(logging.getLogger()), [*range(20, 30)]
-    facts = lambda count: free[:count], lambda block: hashes.get(block, b"")
-    device = DeviceCache(FullAttention(BLOCK, 1), 8, *facts, counts, time.monotonic, False, True)
+    facts = EngineFacts(
+        BLOCK,
+        step_tokens=4 * BLOCK,
+        evicted_next=lambda count: free[:count],
+        hash_of=lambda block: hashes.get(block, b""),
+    )
+    device = DeviceCache(FullAttention(BLOCK, 1), facts, counts, time.monotonic, False, True)
 
     def use(blocks: int) -> None:
         state = RequestState(request.view, tables=[list(range(blocks))])

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from kvcache_client.scheduler.cache import Counts
 from kvcache_client.scheduler.groups import FullAttention
 from kvcache_client.scheduler.requests import RequestState
-from kvcache_client.scheduler.views import plain
+from kvcache_client.scheduler.views import EngineFacts, plain
 
 HITS = 2  # on the device, after which a block is saved although it is not about to be evicted
 
@@ -34,7 +34,8 @@ class _Use:
 class _Held:
     """A cached block in the device's `blocks`, which have these `hashes`; `above` is the one before it.
 
-    `done`: the daemon knows what it needs to know when the device evicts it.
+    `done`: the daemon knows what it needs to know when the device evicts it. `source`, for events: the request, and the
+    number of the block in its chain.
     """
 
     key: bytes
@@ -43,20 +44,22 @@ class _Held:
     hashes: Sequence[bytes]
     use: _Use
     done: bool
-    hits: int = 0
+    hits: int
+    source: tuple[RequestState, int] | None
 
 
 @dataclass(slots=True)
 class Due:
     """A chain of cached blocks that is to be saved, below the block `parent`, in device `blocks`.
 
-    The last `leaving` of them are about to be evicted; `idle` seconds ago the last one was used, and `found` requests
-    have found it on the device.
+    `source` is the request of the last one, and that one's number in its chain. The last `leaving` of them are about to
+    be evicted; `idle` seconds ago the last one was used, and `found` requests have found it on the device.
     """
 
     keys: list[bytes]
     parent: bytes | None
     blocks: list[int]
+    source: tuple[RequestState, int] | None
     leaving: int = 0
     idle: float = 0.0
     found: int = 0
@@ -99,21 +102,22 @@ class DeviceCache(Eager):
     def __init__(
         self,
         group: FullAttention,
-        ahead: int,
-        evicted_next: Callable[[int], Iterable[int]],
-        hash_of: Callable[[int], bytes],
+        engine: EngineFacts,
         counters: Counts,
         clock: Callable[[], float],
         lazy: bool,
         reports: bool,
+        events: bool = False,
     ) -> None:
-        """Look at the `ahead` device blocks that the engine gives away next; the callbacks are those of EngineFacts.
-
-        `lazy`: blocks are saved only when they are about to be evicted. `reports`: the daemon learns of all of these.
+        """`lazy`: blocks are saved only when they are about to be evicted. `reports`: the daemon learns of all of
+        these. `events`: requests are kept for the events of blocks that are saved after their end.
         """
+        assert engine.evicted_next is not None
         self.reports = reports
-        self._group, self._ahead, self._evicted_next, self._hash_of = group, ahead, evicted_next, hash_of
-        self._counters, self._clock, self._lazy = counters, clock, lazy
+        self._group, self._evicted_next, self._hash_of = group, engine.evicted_next, engine.hash_of
+        # Twice the blocks that a step may evict: a save takes a step.
+        self._ahead = 2 * engine.step_tokens // engine.block_tokens
+        self._counters, self._clock, self._lazy, self._events = counters, clock, lazy, events
         self._held: dict[bytes, _Held] = {}
         self._keys: dict[int, bytes] = {}  # by device block
         self._uses: dict[str, _Use] = {}  # by request that has its device blocks
@@ -141,7 +145,8 @@ class DeviceCache(Eager):
             if len(blocks) < width:
                 break
             theirs = hashes[slot * width : (slot + 1) * width]
-            self._held[key] = _Held(key, keys[slot - 1] if slot else None, blocks, theirs, use, done, hits)
+            source = (state, slot) if self._events else None
+            self._held[key] = _Held(key, keys[slot - 1] if slot else None, blocks, theirs, use, done, hits, source)
             self._keys.update(dict.fromkeys(blocks, key))
         return self._lazy
 
@@ -230,7 +235,7 @@ class DeviceCache(Eager):
         chain.reverse()
         blocks = [block for held in chain for block in held.blocks]
         keys, idle = [held.key for held in chain], self._clock() - last.use.at
-        return Due(keys, chain[0].above, blocks, left if self.reports else 0, idle, last.hits)
+        return Due(keys, chain[0].above, blocks, last.source, left if self.reports else 0, idle, last.hits)
 
     def _holds(self, held: _Held) -> bool:
         """Whether the engine still has a block that may be in use: another connector may load into its memory, which

@@ -15,7 +15,7 @@ from kvcache_client.scheduler.device_cache import Eager
 from kvcache_client.scheduler.events import EngineEvents
 from kvcache_client.scheduler.groups import FullAttention, HybridGroups
 from kvcache_client.scheduler.notes import Notes
-from kvcache_client.scheduler.requests import PAUSE, RequestState
+from kvcache_client.scheduler.requests import PAUSE, RequestState, SaveProgress
 from kvcache_client.session.breaker import Backoff
 from kvcache_client.session.checksums import chosen
 from kvcache_client.step_plan import SHIPPED, SaveJob, pick_refs
@@ -34,8 +34,8 @@ _OPERATORS = {"quota"}  # refusals that an operator can remedy; "no_space" mostl
 class _Asked:
     """A run of blocks to be reserved; the first `whole` blocks still have the content to be saved.
 
-    In a suffix group, the blocks at `gone` no longer have it. `state` is None for blocks that the device is about to
-    evict: their request may have ended long ago.
+    In a suffix group, the blocks at `gone` no longer have it. If the device is about to evict them, it is `late`: their
+    request may have ended long ago, and is known only for events.
     """
 
     state: RequestState | None
@@ -44,12 +44,17 @@ class _Asked:
     blocks: list[int]
     whole: int
     suffix: bool = False
+    late: bool = False
     gone: set[int] = field(default_factory=set)
 
     @property
     def id(self) -> str:
-        """The id of the request; "" for blocks that the device is about to evict."""
-        return self.state.id if self.state is not None else ""
+        return self.state.id if self.state is not None and not self.late else ""
+
+    @property
+    def progress(self) -> SaveProgress | None:
+        """The progress that the answer changes, if any."""
+        return self.state.progress if self.state is not None and not (self.late or self.suffix) else None
 
 
 @dataclass(slots=True)
@@ -206,7 +211,9 @@ class Saves:
                 parent = due.keys[at - 1] if at else due.parent
                 run = Run(hashes, parent, 0, min(leaving, len(hashes)), int(due.idle * 1000), due.found)
                 blocks = due.blocks[at * columns : (at + len(hashes)) * columns]
-                self._next.append(_Asked(None, (), run, blocks, len(hashes)))
+                state, last = due.source or (None, 0)
+                slots = range(last + 1 - count + at, last + 1 - count + at + len(hashes))
+                self._next.append(_Asked(state, slots, run, blocks, len(hashes), late=True))
 
     def _ask_run(self, state: RequestState, keys: Sequence[bytes], first: int, end: int, blocks: list[int]) -> None:
         """Note the cached blocks of a request from `first` to `end`; each has the same number of device `blocks`."""
@@ -379,8 +386,8 @@ class Saves:
     def _refuse(self, sent: _Sent) -> None:
         self._counters.warn("saves_refused", f"saves are refused: {self._refusals.why}")
         for asked in sent.asked:
-            if asked.state is not None and not asked.suffix:
-                asked.state.progress.refuse(asked.slots[0], "refused", self._clock())
+            if asked.progress is not None:
+                asked.progress.refuse(asked.slots[0], "refused", self._clock())
 
     def _judge(self, asked: _Asked, reservation: CacheReservation, begin: int) -> None:
         for at in range(len(asked.run.hashes)):
@@ -391,11 +398,11 @@ class Saves:
                 else:
                     self._counters.add(f"saves_{why}")
                 # For a suffix group, the chain's own run decides when to go on.
-                if asked.state is not None and not asked.suffix:
-                    asked.state.progress.refuse(asked.slots[at], why, self._clock())
+                if asked.progress is not None:
+                    asked.progress.refuse(asked.slots[at], why, self._clock())
                 return
-        if asked.state is not None and not asked.suffix:
-            asked.state.progress.pause = PAUSE
+        if asked.progress is not None:
+            asked.progress.pause = PAUSE
 
     def _lose(self, asked: _Asked, gone: set[int]) -> None:
         """Cut `asked` before the first block that was given away: blocks after it could not be reached.
@@ -411,6 +418,6 @@ class Saves:
                 lost = asked.run.hashes[at // per_slot : asked.whole]
                 self._notes.add(asked.id, "given_away", self._clock(), lost)
                 asked.whole = at // per_slot
-                if asked.state is not None:
-                    asked.state.progress.saved = min(asked.state.progress.saved, asked.slots[asked.whole])
+                if asked.progress is not None:
+                    asked.progress.saved = min(asked.progress.saved, asked.slots[asked.whole])
                 return

@@ -66,10 +66,7 @@ class Scheduler:
             )
         timing, lazy = Eager(), settings.save_mode == "lazy"
         if engine.evicted_next is not None and engine.saves and (lazy or reports):
-            # Twice the blocks that a step may evict: a save takes a step.
-            ahead = 2 * engine.step_tokens // engine.block_tokens
-            facts = engine.evicted_next, engine.hash_of
-            timing = DeviceCache(group, ahead, *facts, counters, clock, lazy, reports)
+            timing = DeviceCache(group, engine, counters, clock, lazy, reports, self.events is not None)
         demand = Demand(group, settings.min_hits)
         self._saves = Saves(group, settings.verify, counters, self._notes, self.events, clock, demand, timing)
         self._hints = Hints(group, counters)
