@@ -13,6 +13,7 @@ from small_cache import KIB, Engine, chain, hashes, make_cache, pass_time
 
 from kvcache_proto import messages as m
 from kvcache_proto.types import SUFFIX, GroupSpec, NamespaceSpec
+from kvcache_server.commands.describe import evicting
 from kvcache_server.core.cache import Cache
 from kvcache_server.core.eviction.due import MOST, SECONDS
 from kvcache_server.core.integrity import check_integrity
@@ -66,6 +67,7 @@ def test_what_waits_in_a_queue_outlives_blocks_of_greater_worth_until_it_is_sche
     engine.store(chain("b", 10))
     assert announce(engine, chain("a", 10)) == 10
     assert due_bytes(cache) == 10 * 64 * KIB
+    assert "640.0 KiB that queued requests wait for go last" in evicting(cache.eviction.figures())[0]
     flood(Engine(cache, "two"))
     assert engine.hits(chain("b", 10)) < FLOOR
     assert look_up(engine, chain("a", 10), "r") == 10

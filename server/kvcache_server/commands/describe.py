@@ -86,6 +86,8 @@ def evicting(eviction: Eviction) -> list[str]:
         chosen = "the least recently used goes first: in the sample, that finds more than eviction by worth"
     if declined := eviction.declined_blocks:
         chosen += f"; blocks not stored, because they were worth less than each cached one: {declined:,}"
+    if eviction.due_bytes:
+        chosen += f"; {format_size(eviction.due_bytes)} that queued requests wait for go last"
     lines = [f"eviction    {chosen}"]
     for said, by_class in (
         ("hits on blocks that had been asked for", eviction.hit_blocks_by_class),
