@@ -72,7 +72,8 @@ def test_a_pinned_prompt_outlives_floods_and_daemons(start_daemon: Any) -> None:
     daemon = start_daemon(size="64MiB", keep="true")
     assert run("pins", endpoint=daemon.endpoint).output == "no pins\n"
     with Engine(daemon) as engine:
-        engine.flood(3 << 20)
+        for number in range(3, 9):
+            engine.flood(number << 20)
         assert engine.hits(prompt) == 0
 
 
