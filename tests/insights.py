@@ -13,7 +13,7 @@ from kvcache_proto.codec import encode
 from kvcache_server.core.cache import Cache
 from kvcache_server.insight.insight import Insight
 from kvcache_server.miss_report import Answer
-from kvcache_server.slices import Steps
+from kvcache_server.slices import finish
 from kvcache_server.status import Connections, Daemon, Histogram, Integrity
 
 _insights: WeakKeyDictionary[Cache, Insight] = WeakKeyDictionary()
@@ -79,16 +79,6 @@ def answer(cache: Cache, session: int, request: Any, now: float) -> Any:
     if isinstance(reply, m.Acquired) and insight(cache).wants(request, reply):
         insight(cache).looked_up(session, request, reply, encode(request), now)
     return reply
-
-
-def finish(steps: Steps[Any]) -> Any:
-    """Do all the work at once, and return the result."""
-    while True:
-        try:
-            next(steps)
-        except StopIteration as done:
-            result: Any = done.value
-            return result
 
 
 def explained(reply: m.Explained) -> Answer:

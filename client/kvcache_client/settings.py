@@ -25,6 +25,7 @@ RESETS = ("new", "keep")  # any other value of `on_reset` is a version
 CHOICES = {
     "save": ("all", "prompt"),
     "save_mode": ("eager", "lazy"),
+    "device_aware": ("auto", "off"),
     "gate": ("auto", "off"),
     "overlap": ("auto", "off"),
     "verify": ("off", "sample", "all"),
@@ -74,6 +75,7 @@ class ConnectorSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     deadline_ms: float = 50.0  # of the scheduler's requests to the daemon
     save: str = "all"  # full blocks, or only those of the `prompt`
     save_mode: str = "eager"  # once blocks are full, or once the device is about to evict them (`lazy`)
+    device_aware: str = "auto"  # report what the device is about to evict, so that the daemon need not double it
     min_hits: int = 0  # requests of this engine that must have asked for a block before it is saved
     checkpoint_tokens: int | None = None  # between positions to continue at in a model with windows; None: see above
     drain_ms: float = 5000.0  # how long a shutdown waits for running saves

@@ -32,7 +32,8 @@ _OF_EVENTS = """
     lookups_waited_for_tier loads_behind_waiting loads_without_room
     notes_dropped notes_unsent prefetches prefetches_refused stale_prefetches stale_releases waits_declined_slow
 
-    reserves_down reserves_refused reserves_unanswered saves_dropped saves_failed saves_missed saves_of_another_region
+    reserves_down reserves_refused reserves_unanswered blocks_saved_again device_reports_unsent evictions_missed
+    saves_dropped saves_failed saves_missed saves_of_another_region
     saves_of_odd_places saves_refused saves_unavailable settles_of_another_region settles_refused settles_sent_again
     settles_unanswered stale_attaches stale_detaches stale_settles stale_client_reports refused_unavailable
 

@@ -81,6 +81,7 @@ class Attach(Request):
     spec: NamespaceSpec
     shards: Shards = ()
     ceiling_bytes: int = 0  # limit of what this engine's saves may occupy; 0 leaves it unchanged
+    reports_leaving: bool = False  # it reports blocks that its device is about to evict: see Run
 
 
 class Detach(Request):
@@ -92,8 +93,11 @@ class Detach(Request):
 class Acquire(Request):
     """Look up the longest cached prefix of `hashes`; with `pin`, take a lease; with `verify`, also return checksums.
 
+    Without a lease, `request` waits in the engine's queue: its blocks are evicted last until it is looked up with one.
+    Without `hashes`, it waits no more.
+
     In a namespace with suffix groups, a lookup of group 0 is for all groups: the longest prefix after which the engine
-    can continue; it needs no blocks of suffix groups before number `start`.
+    can continue. The engine has the first `start` blocks itself: it needs no blocks of suffix groups before them.
 
     It may also end with a tail: a block that contains only the first tokens of the next one. `tails` are the names of
     those that would do, `tails_per_block` for each number of blocks before them from 0 on, shortest first. The daemon
@@ -128,6 +132,9 @@ class Run(msgspec.Struct, array_like=True):
     hashes: Hashes
     parent: bytes | None = None  # of the first; None for a root
     group: int = 0  # 0: that of the Reserve
+    leaving: int = 0  # number of blocks at the end that the engine's device is about to evict
+    idle_ms: int = 0  # since the last of these was used there
+    found: int = 0  # number of requests that have found it there
 
 
 class Reserve(Request):
@@ -135,6 +142,19 @@ class Reserve(Request):
 
     namespace: int
     runs: Annotated[list[Run], msgspec.Meta(max_length=MAX_BLOCKS)]
+    group: int = 0
+
+
+class ReportDevice(Request):
+    """Report what is on the engine's device while no request uses it. It has no reply.
+
+    `kept` are the last blocks of chains that are there as a whole; `evicted` were such blocks, and are no longer there
+    although no `Reserve` has said that they leave.
+    """
+
+    namespace: int
+    kept: Hashes = []
+    evicted: Hashes = []
     group: int = 0
 
 

@@ -13,6 +13,16 @@ Result = TypeVar("Result")
 Steps = Generator[None, None, Result]
 
 
+def finish(steps: Steps[Result]) -> Result:
+    """Do all the work at once, and return the result."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as done:
+            result: Result = done.value
+            return result
+
+
 def begin(steps: Steps[Result]) -> Result | Steps[Result]:
     """Do the first slice. Return the result if no work remains, else the remaining work."""
     try:

@@ -94,6 +94,9 @@ class Pool(Memory):
     residence: Annotated[
         Histogram, _histogram("residence_seconds", "How long evicted blocks were cached; a sample of one in 8")
     ]
+    doubled_bytes: Annotated[
+        Count, _gauge("doubled_bytes", "Bytes of the blocks that engines' devices hold, too, as far as is known")
+    ] = 0
 
 
 class Group(msgspec.Struct):
@@ -243,6 +246,20 @@ class Eviction(msgspec.Struct):
         ByClass,
         _counter("class_evicted_blocks", "Blocks that were evicted, by how often they had been asked for", "asked"),
     ]
+    due_bytes: Annotated[
+        Count,
+        _gauge("due_bytes", "Bytes of cached blocks that queued requests need, counted once per engine"),
+    ] = 0
+
+
+class Hindsight(msgspec.Struct):
+    """The daemon's hits, and those of an optimal policy that knows the future, in a sample of the last hour's requests:
+    all that asked for some of the blocks, at most the latest 16,384."""
+
+    seconds: Annotated[float, _doc("Since the first of them")] = 0.0
+    requested_blocks: Count = 0
+    hit_blocks: Count = 0
+    optimum_blocks: Annotated[Count, _doc("Hits of the optimal policy with as much memory")] = 0
 
 
 class Integrity(msgspec.Struct):
@@ -385,3 +402,7 @@ class Status(msgspec.Struct):
         Counts, _doc("Sums of what clients count; loaded_bytes and saved_bytes are counted by ranks")
     ]
     daemon: Daemon
+    evicted_early: Annotated[
+        Count, _counter("evicted_early_blocks", "Blocks that lookups missed within a minute of their eviction")
+    ] = 0
+    hindsight: Hindsight = msgspec.field(default_factory=Hindsight)

@@ -126,6 +126,7 @@ class Rig:
                 scheduled_cached_reqs=cached,
                 num_scheduled_tokens=tokens,
                 total_num_scheduled_tokens=sum(tokens.values()) + (1 if given else 0),
+                preempted_req_ids=None,
             ),
             written,
         )

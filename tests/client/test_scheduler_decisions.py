@@ -6,19 +6,21 @@ import logging
 import random
 import subprocess
 import sys
+import time
 
 import pytest
 from toy_engine import BLOCK, REGION, SPEC, Cache, Engine, Request, chain
 
 from kvcache_client.scheduler import loads, lookups, queue, saves
+from kvcache_client.scheduler.device_cache import DeviceCache
 from kvcache_client.scheduler.groups import FullAttention
-from kvcache_client.scheduler.lazy import Lazy
 from kvcache_client.scheduler.requests import PAUSE, RequestState
-from kvcache_client.scheduler.views import Hint, RequestView
+from kvcache_client.scheduler.views import EngineFacts, Hint, RequestView
 from kvcache_client.session.counters import LoggedCounters
 from kvcache_client.step_plan import NOTHING, LoadJob, Report
 from kvcache_proto.errors import BadArgument
 from kvcache_proto.types import unpack_refs
+from kvcache_server.core.eviction import due
 
 ASK_AGAIN, NO_HIT = (None, False), (0, False)
 
@@ -322,9 +324,9 @@ def test_a_tier_is_waited_for_while_computing_takes_longer(
     assert asked == [(BLOCK, 3 * BLOCK)], "what the tier brings would be computed, and nothing else"
 
 
-def test_requests_that_wait_in_the_queue_are_announced_in_order_and_up_to_a_limit(cache: Cache) -> None:
+def test_requests_that_wait_in_the_queue_are_announced_in_order_while_the_daemon_has_room(cache: Cache) -> None:
     engine = Engine(cache)
-    cache.capacity = 8 * 5 * 4096  # five blocks may be announced
+    cache.room = 5
     requests = [engine.request(f"r{number}", chain(f"r{number}", 2)) for number in range(4)]
     others = [
         engine.request("huge", chain("huge", 6)),
@@ -337,45 +339,106 @@ def test_requests_that_wait_in_the_queue_are_announced_in_order_and_up_to_a_limi
     assert engine.ask(requests[0]) == NO_HIT, "it is scheduled at once"
     assert not cache.prefetched
     engine.step()
-    assert cache.prefetched == [("r1", 2), ("r2", 2)], "six blocks are more than may be announced"
+    assert cache.prefetched == [("huge", 6), ("r1", 2), ("r2", 2), ("r3", 2)]
+    assert [*cache.due] == ["r1", "r2"]
     engine.step()
-    assert len(cache.prefetched) == 2, "each is announced once"
+    engine.step()
+    assert len(cache.prefetched) == 4, "each is announced once until there may be room"
     engine.finish(requests[1])  # aborted
     engine.step()
-    assert cache.prefetched[2:] == [("r3", 2)]
-    assert engine.ask(requests[2]) == engine.ask(requests[3]) == NO_HIT
-    engine.scheduler.queued(engine.request("next", chain("next", 5)).view)
+    assert cache.prefetched[4:] == [("r1", 0), ("r3", 2)], "what is aborted is taken back, what never fits is given up"
+    assert engine.ask(requests[2]) == NO_HIT
+    engine.scheduler.queued(engine.request("next", chain("next", 4)).view)
+    for _ in range(3):
+        engine.step()
+    assert cache.prefetched[6:] == [("next", 4)]
+    assert engine.ask(requests[3]) == NO_HIT
     engine.step()
-    assert cache.prefetched[3:] == [("next", 5)]
-    assert engine.scheduler.counters["prefetches"] == 4
+    assert cache.prefetched[7:] == [("next", 4)]
+    assert [*cache.due] == ["next"]
+    assert engine.scheduler.counters["prefetches"] == 7
 
 
 def test_requests_whose_hint_asks_for_it_are_announced_first(cache: Cache) -> None:
     engine = Engine(cache)
-    cache.capacity = 8 * 4 * 4096  # four blocks may be announced
+    cache.room = 3
     hints = {"a": None, "b": Hint(fetch=True), "aborted": Hint(fetch=True), "c": Hint(drop=True), "d": Hint(fetch=True)}
     requests = {name: engine.request(name, chain(name, 2), hint=hint) for name, hint in hints.items()}
     for request in requests.values():
         engine.scheduler.queued(request.view)
     engine.finish(requests["aborted"])
     engine.step()
-    assert cache.prefetched == [("b", 2), ("d", 2)]
-    engine.finish(requests["b"])
+    assert cache.prefetched == [("b", 2), ("d", 2), ("a", 2), ("c", 2)]
     engine.step()
-    assert cache.prefetched[2:] == [("a", 2)]
+    for first, following in (("b", "d"), ("d", "a"), ("a", "c")):
+        cache.prefetched.clear()
+        engine.finish(requests[first])
+        engine.step()
+        assert cache.prefetched == [(first, 0), (following, 2)]
 
 
 def test_a_drafter_s_block_is_announced_too_and_not_too_many_requests_are(cache: Cache) -> None:
     group, counters = FullAttention(BLOCK, 1, volatile=1), LoggedCounters(logging.getLogger("test"))
-    waiting = queue.Queue(group, 1, counters)
+    waiting = queue.Queue(group, counters)
     for number in range(queue.MOST_ANNOUNCED + 1):
         waiting.add(RequestView(f"r{number}", 3 * BLOCK, 3 * BLOCK, chain(f"r{number}", 3)))
     space = cache.attach(SPEC, (), 0)
-    waiting.announce(space, 1 << 30)
+    waiting.announce(space, 0.0)
+    assert len(cache.prefetched) == queue.AT_FIRST
+    for _ in range(queue.MOST_ANNOUNCED // queue.AT_FIRST):
+        waiting.announce(space, 0.0)
     assert cache.prefetched == [(f"r{number}", 3) for number in range(queue.MOST_ANNOUNCED)], "2 can be loaded"
     waiting.leave("r7")
-    waiting.announce(space, 1 << 30)
-    assert len(cache.prefetched) == queue.MOST_ANNOUNCED + 1
+    waiting.announce(space, 0.0)
+    assert cache.prefetched[queue.MOST_ANNOUNCED :] == [("r7", 0), (f"r{queue.MOST_ANNOUNCED}", 3)]
+
+
+def test_a_preempted_request_is_announced_once_with_what_it_has_filled_and_comes_first(cache: Cache) -> None:
+    engine = Engine(cache)
+    run, other, waiting = (engine.request(name, chain(name, 2)) for name in ("run", "other", "waiting"))
+    for request in (run, other):
+        engine.ask(request)
+        engine.admit(request)
+    engine.step((run, run.tokens), (other, other.tokens))
+    run.hashes += chain("answer", 2)
+    engine.scheduler.queued(waiting.view)
+    engine.step((other, 1), preempted=[run, engine.request("of no interest", [])])
+    assert cache.prefetched == [("run", 4), ("waiting", 2)]
+    engine.step((other, 1))
+    assert engine.ask(run) == NO_HIT
+    engine.admit(run)
+    engine.step((run, 1))
+    engine.now += queue.REPEATED_AFTER
+    engine.step((run, 1))
+    assert cache.prefetched[2:] == [("waiting", 2)], "the other one is scheduled"
+
+
+def test_what_the_engine_has_of_its_own_is_not_announced_any_more(cache: Cache) -> None:
+    engine = Engine(cache)
+    request = engine.request("r", chain("r", 2))
+    engine.scheduler.queued(request.view)
+    engine.step()
+    request.computed = 2 * BLOCK
+    assert engine.ask(request) == NO_HIT
+    engine.step()
+    assert not cache.lookups
+    assert cache.prefetched == [("r", 2), ("r", 0)]
+
+
+def test_announcements_are_repeated_one_per_step_before_the_daemon_forgets_them(cache: Cache) -> None:
+    engine = Engine(cache)
+    for name in "abc":
+        engine.scheduler.queued(engine.request(name, chain(name, 2)).view)
+    engine.step()
+    engine.now += queue.REPEATED_AFTER - 1
+    engine.step()
+    assert len(cache.prefetched) == 3
+    engine.now += 1
+    engine.scheduler.finished("b", 0)
+    for _ in range(4):
+        engine.step()
+    assert cache.prefetched[3:] == [("b", 0), ("a", 2), ("c", 2)]
+    assert queue.REPEATED_AFTER <= due.SECONDS / 2
 
 
 def test_blocks_that_came_while_a_request_was_in_the_queue_are_explained(cache: Cache) -> None:
@@ -474,18 +537,59 @@ def test_lazy_saves_leave_out_memory_that_another_connector_fills(cache: Cache) 
     request = Engine(cache).request("r", chain("a", 4))
     hashes = dict(zip(blocks := [1, 2, 3, 4], request.hashes, strict=True))
     counts = LoggedCounters(logging.getLogger())
-    lazy = Lazy(FullAttention(BLOCK, 1), 8, lambda count: [4], lambda block: hashes.get(block, b""), counts)
+    facts = EngineFacts(
+        BLOCK, step_tokens=4 * BLOCK, evicted_next=lambda count: [4], hash_of=lambda block: hashes.get(block, b"")
+    )
+    lazy = DeviceCache(FullAttention(BLOCK, 1), facts, counts, time.monotonic, True, False)
     state = RequestState(request.view, tables=[blocks])
     lazy.hold(state, 0, 4)
     del hashes[2]
     lazy.given(range(100, 108))
     (due,) = lazy.due()
-    assert (due.first, due.blocks) == (2, [3, 4])
+    assert (due.parent, due.blocks) == (request.hashes[1], [3, 4])
     hashes[2] = request.hashes[1]
     for _ in range(2):
         lazy.found(state, 2 * BLOCK)
     hashes[2] = hashes[1]
     assert [due.blocks for due in lazy.due()] == [[1]], "the other was found twice on the device, and is gone since"
+
+
+def test_what_a_device_keeps_is_reported_until_it_is_gone(cache: Cache) -> None:
+    request = Engine(cache).request("r", chain("a", 6))
+    hashes = dict(enumerate(request.hashes))
+    counts, free = LoggedCounters(logging.getLogger()), [*range(20, 30)]
+    facts = EngineFacts(
+        BLOCK,
+        step_tokens=4 * BLOCK,
+        evicted_next=lambda count: free[:count],
+        hash_of=lambda block: hashes.get(block, b""),
+    )
+    device = DeviceCache(FullAttention(BLOCK, 1), facts, counts, time.monotonic, False, True)
+
+    def use(blocks: int) -> None:
+        state = RequestState(request.view, tables=[list(range(blocks))])
+        state.progress.saved = blocks
+        device.found(state, blocks * BLOCK)
+        assert device.changes() == ([], []), "a request uses them"
+        device.ending(state)
+
+    use(5)
+    assert device.changes() == ([request.hashes[4]], [])
+    device.given([4])
+    assert device.changes() == ([request.hashes[3]], [request.hashes[4]])
+    free[:] = [3, 2, *range(20, 30)]
+    device.given(range(100, 108))
+    (due,) = device.due()
+    assert (due.keys, due.leaving, due.parent) == (request.hashes[:4], 2, None)
+    assert device.changes() == ([request.hashes[1]], [])
+    assert device.due() == []
+    device.given([3, 2])
+    assert device.changes() == ([], []), "the daemon was told before"
+    device.forget()
+    assert device.changes() == ([], [request.hashes[1]])
+    free[:] = range(20, 26)
+    use(6)
+    assert device.changes() == ([], []), "with so little free memory, they may be gone at once"
 
 
 def test_a_block_that_is_given_away_answered_is_guarded(cache: Cache) -> None:

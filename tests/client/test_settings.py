@@ -22,6 +22,7 @@ def test_every_field_can_be_given() -> None:
         "deadline_ms": 20,
         "save": "prompt",
         "save_mode": "lazy",
+        "device_aware": "off",
         "min_hits": 2,
         "checkpoint_tokens": 0,
         "drain_ms": 0,

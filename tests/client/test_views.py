@@ -22,7 +22,13 @@ def a_request(**facts: Any) -> Any:
     return SimpleNamespace(**known, all_token_ids=list(range(40)), **facts)
 
 
-def output(tokens: dict[str, int], fresh: list[Any] = (), cached: list[tuple[Any, ...]] = (), resumed: Any = ()) -> Any:  # type: ignore[assignment]
+def output(
+    tokens: dict[str, int],
+    fresh: list[Any] = (),  # type: ignore[assignment]
+    cached: list[tuple[Any, ...]] = (),  # type: ignore[assignment]
+    resumed: Any = (),
+    preempted: Any = None,
+) -> Any:
     """`cached` has (request, computed, blocks) rows."""
     names, computed, blocks = ([row[column] for row in cached] for column in range(3))
     return SimpleNamespace(
@@ -32,6 +38,7 @@ def output(tokens: dict[str, int], fresh: list[Any] = (), cached: list[tuple[Any
         ),
         num_scheduled_tokens=tokens,
         total_num_scheduled_tokens=sum(tokens.values()),
+        preempted_req_ids=preempted,
     )
 
 
@@ -89,6 +96,12 @@ def test_new_running_and_resumed_requests() -> None:
         state.tables = [[9]]
     assert follow_blocks(states, view, [16]) == [2, 3, 5, 6, 7], "without those that were computed or loaded before"
     assert [state.tables[0] for state in states.values()] == [[1, 2, 3], [9, 7], [4, 5, 6], [9]]
+
+
+def test_preempted_requests() -> None:
+    assert step_view(output({"run": 1}, (), [("run", 50, None)], preempted={"again"})).preempted == {"again"}
+    assert step_view(output({}, preempted={"again"})).preempted == {"again"}
+    assert not step_view(output({"run": 1}, (), [("run", 50, None)])).preempted
 
 
 def test_running_requests_are_not_copied() -> None:

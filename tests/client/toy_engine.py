@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from kvcache_client import GroupSpec, NamespaceSpec
 from kvcache_client.scheduler.scheduler import Scheduler
 from kvcache_client.scheduler.views import IDLE, EngineFacts, NewTable, RequestView, StepView
@@ -113,6 +115,7 @@ class Space:
 
     def acquire(self, hashes: Sequence[bytes], *, request: str = "", **facts: Any) -> Lease:
         cache = self._cache
+        cache.due.pop(request, None)
         if not hashes:
             return Lease(cache)
         cache.lookups.append(request)
@@ -131,9 +134,18 @@ class Space:
             lease.pending, lease.coming, lease.eta = 0, 0, 0.0
         return lease
 
-    def prefetch(self, hashes: Sequence[bytes], *, request: str, then: Any, **facts: Any) -> bool:
-        self._cache.prefetched.append((request, len(hashes)))
-        then(sum(1 for _ in itertools.takewhile(self.visible.__contains__, hashes)))
+    def prefetch(
+        self, hashes: Sequence[bytes], *, request: str, then: Callable[[int, int], None] | None = None, **facts: Any
+    ) -> bool:
+        cache = self._cache
+        cache.prefetched.append((request, len(hashes)))
+        cache.due.pop(request, None)
+        refused = sum(cache.due.values()) + len(hashes) > cache.room
+        if hashes and not refused:
+            cache.due[request] = len(hashes)
+        if then is not None:
+            hits = sum(1 for _ in itertools.takewhile(self.visible.__contains__, hashes))
+            then(*((0, len(hashes)) if refused else (hits, 0)))
         return True
 
     def reserve_runs_later(self, runs: Sequence[Run]) -> PendingReservation:
@@ -163,21 +175,26 @@ class Space:
         self._cache.hints.append(("drop", request, list(hashes), after))
         return True
 
+    def report_device(self, kept: Sequence[bytes], evicted: Sequence[bytes]) -> bool:
+        return True
+
     def report_misses(self, notes: list[MissNote]) -> bool:
         self._cache.notes += [(note.request, note.cause) for note in notes]
         return True
 
 
 class Cache:
-    """A session. `quota` blocks may be pinned by one lease; `refusal` is what reservations are answered with."""
+    """A session. `quota` blocks may be pinned by one lease, and `room` blocks may be due, by request; `refusal` is what
+    reservations are answered with."""
 
-    engine, deadline, up, capacity = "toy", 5.0, True, 1 << 30
+    engine, deadline, up, room = "toy", 5.0, True, 1 << 20
 
     def __init__(self) -> None:
         self.spaces: dict[str, Space] = {}
         self.leases: set[int] = set()
         self.lookups: list[str] = []
         self.prefetched: list[tuple[str, int]] = []
+        self.due: dict[str, int] = {}
         self.asked: list[list[Run]] = []
         self.tickets: list[PendingReservation] = []
         self.open: dict[int, list[tuple[Space, bytes]]] = {}
@@ -191,7 +208,15 @@ class Cache:
         self.full = False
         self.slots, self.numbers = itertools.count(), itertools.count(1)
 
-    def attach(self, spec: NamespaceSpec, shards: Sequence[int], ceiling_bytes: int, wait: bool = True) -> Space:
+    def attach(
+        self,
+        spec: NamespaceSpec,
+        shards: Sequence[int],
+        ceiling_bytes: int,
+        wait: bool = True,
+        *,
+        reports_leaving: bool = False,
+    ) -> Space:
         return self.spaces.setdefault(spec.id, Space(self, spec))
 
     def detach(self, namespace: Any) -> None: ...
@@ -263,7 +288,9 @@ class Engine:
         self.scheduler.allocated(request.view, [request.blocks], load)
         request.computed += load
 
-    def step(self, *scheduled: tuple[Request, int], given: Sequence[int] = ()) -> StepPlan:
+    def step(
+        self, *scheduled: tuple[Request, int], given: Sequence[int] = (), preempted: Sequence[Request] = ()
+    ) -> StepPlan:
         """Run one step; `given` are blocks that a request gets which the cache has not heard of."""
         started = [
             NewTable(request.id, (request.blocks,), request.computed)
@@ -280,6 +307,9 @@ class Engine:
             computed = [request.computed for request in running]
             names = [request.id for request in running]
             view = StepView(sum(tokens.values()), tokens, started, names, computed, [None] * len(running))
+        for request in preempted:
+            request.computed, request.scheduled = 0, False
+        view = msgspec.structs.replace(view, preempted={request.id for request in preempted})
         plan = self.scheduler.plan(view)
         for request, count in scheduled:
             request.scheduled = True

@@ -128,7 +128,11 @@ def test_the_page_shows_what_the_api_returns(scene: Scene, show: Any) -> None:
     (more,) = texts(page, "#eviction")
     way = "least recently used blocks" if status["eviction"]["by_age"] else "blocks that are worth least"
     assert f"The {way} are evicted" in more
-    assert more.endswith(f"worth less than each cached one: {status['eviction']['declined_blocks']:,}.")
+    assert f"worth less than each cached one: {status['eviction']['declined_blocks']:,}." in more
+    evicted, early, sample = sum(status["evictions"].values()), status["evicted_early"], status["hindsight"]
+    assert early and f"within a minute: {early:,} ({ratio(early, evicted)} of the evicted)." in more
+    ours, best = (ratio(sample[key], sample["requested_blocks"]) for key in ("hit_blocks", "optimum_blocks"))
+    assert more.endswith(f": {ours}; a policy that knows the future: {best}.")
     for cause, blocks in status["evictions"].items():
         assert f"{cause.replace('_', ' ')} {blocks:,}" in " ".join(texts(page, "#evictions span")).replace("  ", " ")
     assert size(pool["pinned_bytes"]) in texts(page, "#pool-facts")[0]

@@ -61,17 +61,17 @@ DOOR = [
 REQUESTS = [
     (
         messages.Attach(1, TOKEN, LLAMA, (0,), 1 << 30),
-        f"96 a6617474616368 01 {T} 94 a56c6c616d61 91 96 10 ce00010000 a466756c6c 00 00 c2"
-        "81 a56474797065 a862666c6f61743136 08 91 00 ce40000000",
+        f"97 a6617474616368 01 {T} 94 a56c6c616d61 91 96 10 ce00010000 a466756c6c 00 00 c2"
+        "81 a56474797065 a862666c6f61743136 08 91 00 ce40000000 c2",
     ),
     (
         messages.Attach(2, TOKEN, TWO_SHARDS),
-        f"96 a6617474616368 02 {T} 94 a16d 91 96 20 92 cd0100 cd0200 a466756c6c 00 00 c2 80 20 90 00",
+        f"97 a6617474616368 02 {T} 94 a16d 91 96 20 92 cd0100 cd0200 a466756c6c 00 00 c2 80 20 90 00 c2",
     ),
     (
-        messages.Attach(2, TOKEN, HYBRID),
-        f"96 a6617474616368 02 {T} 94 a168 92 96 20 cd0100 a466756c6c 00 00 c3"
-        "96 20 cd0200 a6737566666978 04 08 c2 80 20 90 00",
+        messages.Attach(2, TOKEN, HYBRID, reports_leaving=True),
+        f"97 a6617474616368 02 {T} 94 a168 92 96 20 cd0100 a466756c6c 00 00 c3"
+        "96 20 cd0200 a6737566666978 04 08 c2 80 20 90 00 c3",
     ),
     (
         messages.Acquire(3, TOKEN, 1, [H1, H2]),
@@ -94,8 +94,8 @@ REQUESTS = [
     (messages.Release(4, TOKEN, [9]), f"94 a772656c65617365 04 {T} 91 09"),
     (messages.Detach(5, TOKEN, 1), f"94 a6646574616368 05 {T} 01"),
     (
-        messages.Reserve(5, TOKEN, 1, [messages.Run([H1, H2], H0), messages.Run([H1], None, 2)]),
-        f"96 a772657365727665 05 {T} 01 92 93 92 {H1x} {H2x} {H0x} 00 93 91 {H1x} c0 02 00",
+        messages.Reserve(5, TOKEN, 1, [messages.Run([H1, H2], H0, 0, 1, 7, 2), messages.Run([H1], None, 2)]),
+        f"96 a772657365727665 05 {T} 01 92 96 92 {H1x} {H2x} {H0x} 00 01 07 02 96 91 {H1x} c0 02 00 00 00 00",
     ),
     (
         messages.Settle(6, TOKEN, REGION, 70_000, (0, 1), 0, [0], b"sum-of-0sum-of-1"),
@@ -124,6 +124,10 @@ REQUESTS = [
         ),
         f"96 ad7265706f72745f6d6973736573 0a {T} 01 92 94 a27231 a4646f776e cd05dc 90 "
         f"94 a27232 a6706175736564 00 91 {H1x} 00",
+    ),
+    (
+        messages.ReportDevice(10, TOKEN, 1, [H1], [H2]),
+        f"97 ad7265706f72745f646576696365 0a {T} 01 91 {H1x} 91 {H2x} 00",
     ),
     (messages.Why(11, TOKEN, "cmpl-7"), f"94 a3776879 0b {T} a6636d706c2d37"),
     (messages.TraceLookups(12, TOKEN, 5), f"94 ad74726163655f6c6f6f6b757073 0c {T} 05"),

@@ -17,7 +17,7 @@ from kvcache_proto import messages as m
 from kvcache_proto.codec import MAX_FRAME, encode
 from kvcache_proto.errors import NotPermitted
 from kvcache_proto.types import BlockRef, Breaker, GroupSpec, NamespaceSpec, Outcome, Refusal
-from kvcache_server.commands.describe import evicting
+from kvcache_server.commands.describe import blocks, evicting, regretted
 from kvcache_server.core.cache import Cache
 from kvcache_server.core.eviction.policy import LRU, WORTH
 from kvcache_server.core.index import Account, Block, Share
@@ -26,7 +26,7 @@ from kvcache_server.core.registry import MAX_ATTACHED
 from kvcache_server.core.sampling import KeyedHasher, keyed_draw
 from kvcache_server.insight.infinite_cache import InfiniteCache
 from kvcache_server.insight.stats import MOST_IDENTITY, Residency
-from kvcache_server.status import Eviction, Histogram
+from kvcache_server.status import Eviction, Hindsight, Histogram, Status
 
 
 def pool(cache: Cache) -> dict:
@@ -54,6 +54,87 @@ def test_evicted_blocks_that_were_never_read_are_counted_separately():
     engine.store(["c"])  # takes the place of a `b`, of which none was read
     assert cache.eviction.evicted_unread == 2
     check_integrity(cache)
+
+
+def test_an_eviction_was_early_if_a_lookup_misses_the_block_within_a_minute() -> None:
+    cache = make_cache(32, policy=LRU)
+    one, two = (Engine(cache, name, block_bytes=500 << 10, model=name) for name in "ab")  # room for four
+
+    def early(engine: Engine, now: float, names: list[str]) -> int:
+        engine.now = now
+        engine.hits(names)
+        return int(figures(cache, now)["evicted_early"])
+
+    one.store(chain("a", 4))
+    one.now = 100.0
+    assert early(one, 100.0, chain("a", 4)) == 0
+    one.store(chain("b", 4))
+    assert cache.eviction.evictions == {"room": 4}
+    assert early(two, 101.0, chain("a", 4)) == 0, "another model's blocks"
+    one.ask(m.Acquire(1, b"", one.namespace, hashes(chain("a", 4)), start=4))  # its device has them
+    assert early(one, 159.0, chain("a", 2)) == early(one, 159.0, chain("a", 2)) == 2, "only once"
+    assert early(one, 160.0, chain("a", 3)) == 3
+    assert early(one, 160.1, chain("a", 4)) == 3, "too late"
+
+
+def test_an_eviction_is_early_even_if_a_shorter_prompt_was_refused_in_between() -> None:
+    cache = make_cache(32, policy=LRU, pin_quota=1.0)
+    engine = Engine(cache, "one", block_bytes=500 << 10)
+    engine.store(chain("a", 4))
+    engine.store(chain("b", 4))
+    engine.now = 10.0
+    engine.acquire(chain("b", 4))
+    engine.hits(chain("a", 1))
+    assert engine.store(chain("a", 1)) == [Refusal.NO_SPACE]
+    engine.hits(chain("a", 4))
+    assert figures(cache, 10.0)["evicted_early"] == 4
+
+
+def requested(cache: Cache, now: float) -> tuple[float, ...]:
+    found = figures(cache, now)["hindsight"]
+    return tuple(found[key] for key in ("seconds", "requested_blocks", "hit_blocks", "optimum_blocks"))
+
+
+def test_hits_are_compared_with_those_of_an_optimal_policy() -> None:
+    cache = make_cache(32)
+    engine = Engine(cache, "one", block_bytes=500 << 10)  # room for four: all requests are in the sample
+    hits = []
+    for turn in range(40):  # five blocks, over and over: it is best to keep the same four of them
+        engine.now = turn * 10.0
+        hits.append(engine.hits([name := f"a{turn % 5}"]))
+        engine.store([name])
+    assert requested(cache, 400.0) == (400.0, 40, sum(hits), 40 - 5 - 7)
+    assert sum(hits) < 40 - 5 - 7
+    engine.now = 405.0
+    hits.append(engine.hits([name]))
+    assert requested(cache, 406.0)[1] == 40, "as computed a moment ago"
+    *found, best = requested(cache, 3650.0)
+    assert found == [3600.0, 36, sum(hits[-36:])] and 36 - 5 - 6 <= best <= 36 - 6
+    assert requested(cache, 9000.0) == (0, 0, 0, 0)
+
+
+def test_a_sample_without_its_beginning_starts_with_what_is_cached() -> None:
+    cache = make_cache(32)
+    engine = Engine(cache, "one", block_bytes=500 << 10)
+    engine.store(chain("a", 3))
+    engine.now = 5000.0
+    assert [engine.hits(chain("a", 3)), engine.hits(["b"])] == [3, 0]
+    engine.now = 5000.5
+    assert engine.hits(["b"]) == 0
+    assert requested(cache, 5001.0) == (1.0, 5, 3, 4), "which would have stored the other block"
+
+
+def test_no_policy_could_have_what_is_not_written_yet() -> None:
+    cache = make_cache(32)
+    engine = Engine(cache, "one", block_bytes=500 << 10)
+    asked = m.Acquire(1, b"", engine.namespace, hashes(["a"]), pin=False)
+    for _ in range(3):  # in one turn of the daemon
+        cache.answer(engine.session, asked, 1.0)
+    engine.now = 1.0
+    engine.reserve(["a"])
+    engine.now = 2.0
+    assert engine.hits(["a"]) == 0
+    assert requested(cache, 2.0) == (1.0, 1, 0, 0)
 
 
 def test_storing_a_block_again_does_not_count_as_a_lookup():
@@ -191,14 +272,15 @@ def test_hits_and_lost_blocks_are_the_hits_of_an_infinite_pool(seed: int, policy
 
 
 def test_a_request_that_is_looked_up_again_counts_once_with_the_most_that_it_found():
-    cache = make_cache(62, policy=LRU)
+    cache = make_cache(62, policy=LRU, pin_quota=1.0)
     engine = Engine(cache, "one", block_bytes=200 << 10)
     room = cache.pool.blocks_of(200 << 10)
     blocks = chain("a", room)
     engine.store(blocks[:8])
 
     def look_up(names: list[str], request: str) -> tuple[int, ...]:
-        engine.ask(m.Acquire(1, b"", engine.namespace, hashes(names), pin=False, request=request))
+        lease = engine.ask(m.Acquire(1, b"", engine.namespace, hashes(names), request=request)).lease
+        engine.ask(m.Release(1, b"", [lease]))
         (space,) = figures(cache, 0.0)["namespaces"]
         assert space["hit_bytes"] == space["hit_blocks"] * (200 << 10)
         return tuple(space[key] for key in ("lookups", "requested_blocks", "hit_blocks", "lost_blocks"))
@@ -252,7 +334,8 @@ def test_hashes_that_are_counters_are_sampled_like_digests(reverse: bool):
         engine.settle(engine.ask(m.Reserve(1, b"", engine.namespace, [m.Run([name]) for name in names[at : at + 100]])))
     evicted = cache.eviction.evictions["room"]
     assert evicted > 18_000
-    for name in names[:evicted]:
+    visible = cache.namespaces[1].groups[0].visible
+    for name in [name for name in names if name not in visible]:
         engine.ask(m.Acquire(1, b"", engine.namespace, [name]))
     (space,) = figures(cache, 0.0)["namespaces"]
     assert encode(m.Report(1, figures(cache, 0.0)))
@@ -406,3 +489,14 @@ def test_status_says_what_is_evicted() -> None:
     assert "what is worth least goes first" in text and "more often 1,234" in text
     eviction.by_age = True
     assert "least recently used goes first" in "\n".join(evicting(eviction))
+
+
+def test_status_says_what_was_regretted_and_what_devices_hold() -> None:
+    found = msgspec.convert(figures(make_cache(), 0.0), Status)
+    assert regretted(found) == [] and "devices" not in blocks(found.pool)
+    found.evictions, found.evicted_early, found.pool.doubled_bytes = {"room": 150, "dropped": 50}, 30, 3 * MIB
+    found.hindsight = Hindsight(3500.0, 1000, 643, 821)
+    assert "3.0 MiB also on devices" in blocks(found.pool)
+    early, sample = regretted(found)
+    assert early.endswith("within a minute: 30, 15.0% of the evicted")
+    assert sample.endswith("the last 58.3 min: 64.3%; a policy that knows the future: 82.1%")

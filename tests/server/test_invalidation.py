@@ -246,6 +246,7 @@ def test_a_leased_block_keeps_its_bytes_until_it_is_released() -> None:
     two.ask(m.Release(1, b"", [lease.lease]))
     check_integrity(cache)
     evicted = cache.eviction.evictions.total()
+    cache.tick(0.0)
     again = {one.store(chain(f"y{number}", 1)).slots[:8] for number in range(3)}
     assert again <= leased  # they go first
     assert cache.eviction.evictions.total() == evicted  # and are no loss

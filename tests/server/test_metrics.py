@@ -203,6 +203,22 @@ def test_huge_counts_do_not_break_status(daemon: Any, engine: Engine) -> None:
     assert scrape(daemon)['kvcache_engine_events_total{event="probes"}'] == 3 << 48
 
 
+def test_evictions_that_were_early_and_hits_of_an_optimal_policy(daemon: Any, engine: Engine) -> None:
+    slots = 0
+    while not scrape(daemon)['kvcache_evicted_blocks_total{cause="room"}']:
+        engine.store(run_of(f"a{slots}", 1))
+        slots += 1
+    assert 'kvcache_sampled_hit_ratio{policy="optimum"}' not in scrape(daemon)
+    for each in range(slots):
+        engine.acquire(run_of(f"a{each}", 1))
+    daemon.wait_status(lambda status: status["hindsight"]["requested_blocks"] == slots)
+    found = scrape(daemon)
+    assert found["kvcache_evicted_early_blocks_total"] == 1
+    assert found['kvcache_sampled_hit_ratio{policy="daemon"}'] == pytest.approx(1 - 1 / slots)
+    assert found['kvcache_sampled_hit_ratio{policy="optimum"}'] == pytest.approx(1 - 1 / slots)
+    assert found["kvcache_doubled_bytes"] == 0
+
+
 def test_a_restart_and_the_blocks_it_recovers_are_counted(start_daemon: Any) -> None:
     daemon = start_daemon(keep="true")
     with Engine(daemon.endpoint) as engine:

@@ -32,7 +32,9 @@ class Engine(AdminClient):
             self.ask(m.Settle(0, b"", self.geometry.region_id, reserved.reservation, (0,), 0))
 
     def hits(self, run: list[bytes], request: str = "") -> int:
-        return int(self.ask(m.Acquire(0, b"", self.namespace, run, pin=False, request=request)).hits)
+        found = self.ask(m.Acquire(0, b"", self.namespace, run, pin=False, request=request))
+        self.ask(m.Acquire(0, b"", self.namespace, [], pin=False, request=request))  # it does not wait
+        return int(found.hits)
 
     def flood(self, first: int) -> None:
         for number in range(40):
@@ -70,7 +72,8 @@ def test_a_pinned_prompt_outlives_floods_and_daemons(start_daemon: Any) -> None:
     daemon = start_daemon(size="64MiB", keep="true")
     assert run("pins", endpoint=daemon.endpoint).output == "no pins\n"
     with Engine(daemon) as engine:
-        engine.flood(3 << 20)
+        for number in range(3, 9):
+            engine.flood(number << 20)
         assert engine.hits(prompt) == 0
 
 

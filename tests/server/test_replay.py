@@ -20,7 +20,9 @@ from kvcache_proto.errors import ConfigError
 from kvcache_proto.types import SUFFIX, GroupSpec
 from kvcache_server.cli import commands
 from kvcache_server.core.integrity import check_integrity
+from kvcache_server.core.limits import Limits
 from kvcache_tools.plan.room import room
+from kvcache_tools.replay.device_cache import DeviceCache
 from kvcache_tools.replay.simulated_daemon import SimulatedDaemon, block_hash
 from kvcache_tools.replay.simulation import Setup, distinct, make_rooms, optimum, play, replay, routes, size_for
 from kvcache_tools.replay.trace import TraceRequest, read_trace
@@ -168,6 +170,73 @@ def test_simulated_engines_save_windows_where_prompts_part(divergences: bool, hi
     shadow = SimulatedDaemon(room(512 * MIB, MIB), 512, 1, suffixes=[window], divergences=divergences)
     prompts = [[block_hash(at if at < 20 else f"{name} {at}") for at in range(39)] for name in "abcb"]
     assert [shadow.ask(0, prompt, 0.0, time.perf_counter)[0] for prompt in prompts] == hits
+
+
+def names(*blocks: int) -> list[bytes]:
+    return [block_hash(block) for block in blocks]
+
+
+def test_a_device_evicts_the_ends_of_the_prompts_that_were_used_least_recently() -> None:
+    device = DeviceCache(4, reports=True)
+    assert device.ask(names(1, 2, 3), 0.0) == (0, [])
+    assert device.ask(names(1, 4), 1.0) == (1, [])
+    hits, gone = device.ask(names(1, 5, 6), 2.5)
+    assert hits == 1 and [(run.hashes, run.leaving, run.idle_ms) for run in gone] == [(names(1, 2, 3), 2, 2500)]
+    hits, gone = device.ask(names(7, 8), 3.0)
+    assert hits == 0 and [(run.hashes, run.leaving, run.idle_ms) for run in gone] == [
+        (names(1, 4), 1, 2000),
+        (names(1, 5, 6), 1, 500),
+    ]
+    assert device.ask(names(1, 5, 6), 4.0)[0] == 2
+    assert device.ask(names(1, 5, 6, 9, 10), 5.0)[0] == 3
+    assert device.ask(names(1, 5, 6, 9, 10), 6.0)[0] == 4, "of a prompt that does not fit, the first blocks stay"
+    assert device.hits == 1 + 1 + 2 + 3 + 4
+
+
+@pytest.mark.parametrize(("aware", "host"), [(True, 2), (False, 0)])
+def test_what_a_device_keeps_makes_room_on_the_host(aware: bool, host: int) -> None:
+    """The host has room for 6 blocks, and each of the two devices for 3. It evicts what only one of them needs."""
+    mine, others, new = names(1, 2, 3), names(4, 5, 6), names(8, 9)
+    prompts, engines = [others, mine, mine, new, others, mine], [1, 0, 0, 1, 1, 0]
+    limits = Limits(write_quota=1.0, pin_quota=1.0)
+    shadow = SimulatedDaemon(room(13 * MIB // 2, MIB), 512, 2, limits, "lru")
+    if aware:
+        shadow.report_devices()
+    devices, requests = [DeviceCache(3, aware) for _ in range(2)], [TraceRequest(at, ("x",)) for at in range(6)]
+    hits, _ = play([shadow, shadow], requests, prompts, engines, int, devices)
+    assert [device.hits for device in devices] == [6, 1]
+    assert hits == 7 + host
+
+
+def test_hits_are_divided_between_devices_and_host(tmp_path: Path) -> None:
+    requests = [TraceRequest(at, blocks) for at, blocks in enumerate([(1, 2, 3), (4, 5), (1, 2, 3, 6), (4, 7)])]
+    path = write(requests, tmp_path / "trace.jsonl")
+    for engines, device in ((1, 1), (2, 3 + 1)):  # one device keeps only 1 of the first prompt; two keep all
+        capacity = ["--capacity", "50x", "--engines", str(engines), "--device-blocks", "3"]
+        (row,) = json.loads(run(str(path), *capacity, "--json").stdout)["rows"]
+        assert [row[part] for part in ("device", "host", "misses")] == [device / 11, (4 - device) / 11, 7 / 11]
+        assert row["private"] == row["shared"] == row["optimum"] == 4 / 11
+        text = run(str(path), *capacity).stdout
+        assert re.search(rf"device +host +misses\n.*{device / 11:.1%} +{(4 - device) / 11:.1%} +{7 / 11:.1%}", text)
+        assert "one cache with the blocks of the host and of all devices" in text
+
+
+def test_a_long_chain_leaves_in_several_reservations() -> None:
+    first, other, more = names(*range(300)), names(*range(1000, 1300)), names(*range(2000, 2350))
+    shadow = SimulatedDaemon(room(700 * MIB, MIB), 512, 2, policy="lru")
+    shadow.report_devices()
+    devices = [DeviceCache(300, reports=True), DeviceCache(300, reports=True)]
+
+    def ask(engine: int, prompt: list[bytes], now: float) -> int:
+        return shadow.ask(engine, prompt, now, time.perf_counter, devices[engine])[0]
+
+    assert ask(0, first, 0.0) == ask(1, other, 1.0) == 0
+    assert ask(0, first, 2.0) == 300  # now it is known that requests return to their engine
+    assert ask(1, more, 3.0) == 0  # in place of the first prompt, which a device keeps
+    assert shadow.cache.evictions["room"] >= 250
+    assert ask(0, names(5000), 4.0) == 0  # so that the first prompt leaves the device, and is saved again
+    assert ask(1, first, 5.0) == 300
+    check_integrity(shadow.cache)
 
 
 def test_a_region_of_terabytes_takes_only_the_memory_of_its_rows() -> None:

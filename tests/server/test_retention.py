@@ -536,6 +536,12 @@ class Machine(RuleBasedStateMachine):
     def look_up(self, engine: int, name: str, length: int, lease: bool) -> None:
         self.engines[engine].acquire(chain(name, length), lease)
 
+    @rule(engine=st.integers(0, 2), name=names, length=lengths, pin=st.booleans())
+    def announce_or_schedule(self, engine: int, name: str, length: int, pin: bool) -> None:
+        """A request is called as its prompt is: it comes again."""
+        each = self.engines[engine]
+        each.ask(m.Acquire(1, b"", each.namespace, hashes(chain(name, length)), pin=pin, request=name))
+
     @rule(engine=st.integers(0, 2))
     def release(self, engine: int) -> None:
         session = self.engines[engine].session

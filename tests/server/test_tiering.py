@@ -388,6 +388,26 @@ def test_the_pool_stores_what_a_tier_gets(
     assert tiers is not None and tiers.will_store(account, cls) is stored
 
 
+def test_what_is_about_to_be_evicted_is_written_ahead_if_a_lookup_ever_found_it() -> None:
+    host = Host()
+    tier = host.tiers["disk"] = host.cache.open_session("tier disk", "", host.now)
+    size = 64 * host.group.allocated_bytes
+    host.tiering.begin(tier, m.PollJobs(1, b"", "disk", size, writes="ahead"), host.now)
+    engine = Stores(host, "other")
+    engine.store(chain("found", 8))
+    assert engine.hits(chain("found", 8)) == 8
+    host.cache.tick(host.now)
+    engine.store(chain("never", 8))
+    assert host.tiering.jobs(tier, 1, host.now) is None, "there is room"
+    new = count()
+    while not host.cache.is_nearly_full:
+        engine.store([f"new{next(new)}"])
+    host.now += 1.0
+    jobs = host.tiering.jobs(tier, 1, host.now)
+    assert jobs is not None and [each.hashes for each in jobs.stores] == [hashes(chain("found", 8))]
+    assert not host.cache.eviction.evictions
+
+
 def test_blocks_of_little_worth_are_stored_for_a_tier() -> None:
     host = Host()
     reader, stream = Engine(host.cache, "reader"), Engine(host.cache, "stream")

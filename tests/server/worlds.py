@@ -100,15 +100,19 @@ class Engine:
         return run
 
     def look_up(self, run: list[bytes], request: str = "", pin: bool = False, **facts: Any) -> tuple[str, m.Acquired]:
-        """Look up as the service does, frame and all; return the request's id and the answer."""
+        """Look up as the service does, frame and all; return the request's id and the answer.
+
+        Unless `pin`, the lease is released."""
         self.world.requests += 1
         request = request or f"chatcmpl-{self.world.requests:08x}-0"
         self.world.tick()
-        frame = encode(m.Acquire(1, b"t" * 16, self.number, run, pin=pin, request=request, tokens=9, **facts))
+        frame = encode(m.Acquire(1, b"t" * 16, self.number, run, request=request, tokens=9, **facts))
         asked = decode_request(frame)
         assert isinstance(asked, m.Acquire)
         reply = answer(self.cache, self.session, asked, self.world.now)
         assert isinstance(reply, m.Acquired)
+        if reply.lease and not pin:
+            self.ask(m.Release(1, b"", [reply.lease]))
         return request, reply
 
     def tell(self, cause: str, run: list[bytes], request: str = "told") -> None:

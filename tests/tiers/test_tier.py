@@ -28,6 +28,8 @@ from tiered import (
     why,
 )
 
+from kvcache_proto.messages import Chain
+from kvcache_server.admin_client import AdminClient
 from kvcache_server.commands.describe import describe
 from kvcache_server.commands.top import Sample, frame
 from kvcache_server.http.metrics import render
@@ -105,16 +107,14 @@ def test_second_writes_what_is_computed_again_after_its_eviction(
     start_daemon: StartDaemon, connect: Connect, url: str, tmp_path: Path
 ) -> None:
     daemon = start_daemon(size="16MiB")
-    engine, names = connect(daemon), hashes(1, 20)
+    engine, chains = connect(daemon), [hashes(number, 16) for number in range(30)]
     with a_tier(tmp_path, url, daemon.endpoint):
         wait_open(daemon)
-        assert not engine.load(names) and engine.save(names) == 20
-        others = 2
-        while daemon.status()["eviction"]["evicted_blocks_by_class"]["once"] < 40:  # those of `names` are the oldest
-            assert not engine.load(hashes(others, 16)) and engine.save(hashes(others, 16)) == 16
-            others += 1
+        stored = [names for names in chains if not engine.load(names) and engine.save(names) == 16]
+        with AdminClient(daemon.endpoint, "test") as admin:
+            gone = next(each for each in stored if not admin.ask(Chain(0, b"", "", each[0])).matches)
         assert not tier_of(daemon).get("blocks_written")
-        assert not engine.load(names) and engine.save(names) == 20
+        assert not engine.load(gone) and engine.save(gone)
         # The daemon remembers most of what it has evicted. Of a chain, it may forget the last blocks.
         wait_tier(daemon, "blocks_written", 10)
 

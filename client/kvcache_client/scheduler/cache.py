@@ -79,7 +79,7 @@ class CacheNamespace(Protocol):
         request: str = "",
         tokens: int = 0,
         salted: bool = False,
-        then: Callable[[int], None] | None = None,
+        then: Callable[[int, int], None] | None = None,
     ) -> bool: ...
 
     def reserve_runs_later(self, runs: Sequence[Run]) -> CachePendingReservation: ...
@@ -99,6 +99,8 @@ class CacheNamespace(Protocol):
 
     def drop(self, hashes: Sequence[bytes], after: int, *, request: str = "") -> bool: ...
 
+    def report_device(self, kept: Sequence[bytes], evicted: Sequence[bytes]) -> bool: ...
+
     def report_misses(self, notes: list[MissNote]) -> bool: ...
 
 
@@ -113,11 +115,14 @@ class CacheSession(Protocol):
     @property
     def deadline(self) -> float: ...
 
-    @property
-    def capacity(self) -> int: ...
-
     def attach(
-        self, spec: NamespaceSpec, shards: Sequence[int], ceiling_bytes: int, wait: bool = True
+        self,
+        spec: NamespaceSpec,
+        shards: Sequence[int],
+        ceiling_bytes: int,
+        wait: bool = True,
+        *,
+        reports_leaving: bool = False,
     ) -> CacheNamespace: ...
 
     def detach(self, namespace: Any) -> None:

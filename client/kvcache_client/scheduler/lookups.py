@@ -36,7 +36,6 @@ class Lookups:
         self,
         group: FullAttention,
         shards: int,
-        block_bytes: int,
         verify: str,
         counters: Counts,
         notes: Notes,
@@ -49,7 +48,7 @@ class Lookups:
         self._group, self._shards, self._verify = group, shards, verify
         self._counters, self._notes, self._events = counters, notes, events
         self.holding: dict[str, RequestState] = {}
-        self.queue = Queue(group, block_bytes, counters)
+        self.queue = Queue(group, counters)
         self._stalled: dict[bytes, float] = {}  # seconds that a block may be waited for after a vain wait
 
     def known(self, state: RequestState, limit: int, start: int, now: float) -> LookupResult | None:
@@ -71,9 +70,11 @@ class Lookups:
         """
         request, waited, state.waits.put_off = state.request, state.waits.put_off, False
         self.forget(state)
+        self.queue.looked_up(request.id)
         keys = self._group.keys(request.hashes)[: limit + self._group.volatile]
-        had = start // self._group.blocks_per_slot if self._group.suffixes else 0
-        resume = Resume(had, *self._group.tails(request))
+        on_device = start // self._group.blocks_per_slot
+        had = on_device if self._group.suffixes else 0
+        resume = Resume(on_device, *self._group.tails(request))
         try:
             lease = namespace.acquire(
                 keys,

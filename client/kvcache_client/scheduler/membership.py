@@ -63,11 +63,18 @@ class Membership:
         checkpoint: Callable[[], str],
         events: EngineEvents | None,
         joining: Collection[int] = (),
+        reports: bool = False,
     ) -> None:
-        """`checkpoint` returns the present value of the spec's `checkpoint`, "" if unknown. `joining` are ranks."""
+        """`checkpoint` returns the present value of the spec's `checkpoint`, "" if unknown. `joining` are ranks.
+
+        `reports`: the engine reports what its device is about to evict.
+        """
         self._session, self._on_reset, self._events = session, settings.on_reset, events
-        self._ceiling = settings.num_cpu_blocks * sum(group.block_bytes for group in spec.groups)
-        self.namespace: CacheNamespace = session.attach(spec, (), self._ceiling)
+        self._ceiling, self._reports = (
+            settings.num_cpu_blocks * sum(group.block_bytes for group in spec.groups),
+            reports,
+        )
+        self.namespace: CacheNamespace = session.attach(spec, (), self._ceiling, reports_leaving=reports)
         self.announced: NamespaceSpec | None = spec  # the ranks are to join it with the next plan
         self.weights_unknown = False  # after a reset, until the checkpoint has been compared
         self.lost = False  # whether it could not join a namespace after a reset, and shares nothing any more
@@ -133,7 +140,8 @@ class Membership:
         """Leave the namespace for `spec`, the namespace of other weights."""
         try:
             # Without waiting, because the engine's steps wait for this call: it is attached when the daemon answers.
-            left, self.namespace = self.namespace, self._session.attach(spec, (), self._ceiling, wait=False)
+            left = self.namespace
+            self.namespace = self._session.attach(spec, (), self._ceiling, wait=False, reports_leaving=self._reports)
             self._session.detach(left)
         except KVCacheError as error:
             logger.error("the cache could not be reset, saves and loads stop: %s", error)

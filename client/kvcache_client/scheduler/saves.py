@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from kvcache_client.scheduler.cache import CacheNamespace, CachePendingReservation, CacheReservation, Counts
+from kvcache_client.scheduler.device_cache import Eager
 from kvcache_client.scheduler.events import EngineEvents
 from kvcache_client.scheduler.groups import FullAttention, HybridGroups
-from kvcache_client.scheduler.lazy import Eager
 from kvcache_client.scheduler.notes import Notes
-from kvcache_client.scheduler.requests import PAUSE, RequestState
+from kvcache_client.scheduler.requests import PAUSE, RequestState, SaveProgress
 from kvcache_client.session.breaker import Backoff
 from kvcache_client.session.checksums import chosen
 from kvcache_client.step_plan import SHIPPED, SaveJob, pick_refs
@@ -34,16 +34,27 @@ _OPERATORS = {"quota"}  # refusals that an operator can remedy; "no_space" mostl
 class _Asked:
     """A run of blocks to be reserved; the first `whole` blocks still have the content to be saved.
 
-    In a suffix group, the blocks at `gone` no longer have it.
+    In a suffix group, the blocks at `gone` no longer have it. If the device is about to evict them, it is `late`: their
+    request may have ended long ago, and is known only for events.
     """
 
-    state: RequestState
+    state: RequestState | None
     slots: Sequence[int]  # of the blocks in the request's chain, consecutive but in a suffix group; () for a tail
     run: Run
     blocks: list[int]
     whole: int
     suffix: bool = False
+    late: bool = False
     gone: set[int] = field(default_factory=set)
+
+    @property
+    def id(self) -> str:
+        return self.state.id if self.state is not None and not self.late else ""
+
+    @property
+    def progress(self) -> SaveProgress | None:
+        """The progress that the answer changes, if any."""
+        return self.state.progress if self.state is not None and not (self.late or self.suffix) else None
 
 
 @dataclass(slots=True)
@@ -193,8 +204,16 @@ class Saves:
     def ask_due(self) -> None:
         """Note the blocks that were kept and are due, for the next `send`."""
         for due in self.timing.due():
-            keys = self._group.keys(due.state.request.hashes)
-            self._ask_run(due.state, keys, due.first, due.end, due.blocks)
+            columns, count = self._group.columns(0), len(due.keys)
+            for at in range(0, count, MAX_BLOCKS):
+                hashes = due.keys[at : at + MAX_BLOCKS]
+                leaving = max(0, due.leaving - (count - at - len(hashes)))
+                parent = due.keys[at - 1] if at else due.parent
+                run = Run(hashes, parent, 0, min(leaving, len(hashes)), int(due.idle * 1000), due.found)
+                blocks = due.blocks[at * columns : (at + len(hashes)) * columns]
+                state, last = due.source or (None, 0)
+                slots = range(last + 1 - count + at, last + 1 - count + at + len(hashes))
+                self._next.append(_Asked(state, slots, run, blocks, len(hashes), late=True))
 
     def _ask_run(self, state: RequestState, keys: Sequence[bytes], first: int, end: int, blocks: list[int]) -> None:
         """Note the cached blocks of a request from `first` to `end`; each has the same number of device `blocks`."""
@@ -245,6 +264,9 @@ class Saves:
 
     def send(self, namespace: CacheNamespace) -> None:
         """Send the noted blocks: one Reserve for all that one step fills, unless they are too many for one."""
+        kept, evicted = self.timing.changes()
+        if kept or evicted:
+            namespace.report_device(kept, evicted)
         while self._next:
             count = hashes = 0
             while count < len(self._next) and (not count or hashes + self._next[count].whole <= MAX_BLOCKS):
@@ -302,7 +324,7 @@ class Saves:
 
     def concerned(self) -> set[str]:
         """Return the requests whose reservations are not answered."""
-        return {asked.state.id for sent in self.waiting for asked in sent.asked}
+        return {asked.id for sent in self.waiting for asked in sent.asked}
 
     def drop(self) -> None:
         """Give back reservations that no rank has."""
@@ -330,20 +352,22 @@ class Saves:
             namespace.settle(reservation.id, Outcome.NEVER_STARTED, dropped, every, reservation.region_id)
         if not kept:
             return None
+        if asked.run.leaving:
+            self._counters.add("blocks_saved_again", len(kept))
         group = asked.run.group
         columns = self._group.columns(group)
         blocks = [block for place in whole for block in asked.blocks[place * columns : (place + 1) * columns]]
         hashes = [asked.run.hashes[place] for place in whole]
-        if self._events is not None and asked.slots:
+        if self._events is not None and asked.state is not None and asked.slots:
             for position, place in sound:
                 slot, request = asked.slots[place], asked.state.request
                 self._events.shipped(reservation.region_id, reservation.id, position, request, slot, group)
         if not asked.suffix:
-            self._shipped[reservation.id, kept[0]] = asked.state.id, hashes
+            self._shipped[reservation.id, kept[0]] = asked.id, hashes
             if len(self._shipped) > SHIPPED:
                 del self._shipped[next(iter(self._shipped))]
         refs, summed = pick_refs(reservation.packed, kept), chosen(self._verify, hashes, reservation.region_id)
-        return SaveJob(asked.state.id, reservation.region_id, reservation.id, kept, refs, blocks, summed, group)
+        return SaveJob(asked.id, reservation.region_id, reservation.id, kept, refs, blocks, summed, group)
 
     def _answer(self, sent: _Sent, until: float | None) -> CacheReservation | None:
         """Return the answer if it has come, or comes until then; if it is a refusal as a whole, `pending` is None."""
@@ -362,8 +386,8 @@ class Saves:
     def _refuse(self, sent: _Sent) -> None:
         self._counters.warn("saves_refused", f"saves are refused: {self._refusals.why}")
         for asked in sent.asked:
-            if not asked.suffix:
-                asked.state.progress.refuse(asked.slots[0], "refused", self._clock())
+            if asked.progress is not None:
+                asked.progress.refuse(asked.slots[0], "refused", self._clock())
 
     def _judge(self, asked: _Asked, reservation: CacheReservation, begin: int) -> None:
         for at in range(len(asked.run.hashes)):
@@ -373,11 +397,12 @@ class Saves:
                     self._counters.warn(f"saves_{why}", f"blocks are not saved: {why} (see `kvcache-server status`)")
                 else:
                     self._counters.add(f"saves_{why}")
-                if not asked.suffix:  # for a suffix group, the chain's own run decides when to go on
-                    asked.state.progress.refuse(asked.slots[at], why, self._clock())
+                # For a suffix group, the chain's own run decides when to go on.
+                if asked.progress is not None:
+                    asked.progress.refuse(asked.slots[at], why, self._clock())
                 return
-        if not asked.suffix:
-            asked.state.progress.pause = PAUSE
+        if asked.progress is not None:
+            asked.progress.pause = PAUSE
 
     def _lose(self, asked: _Asked, gone: set[int]) -> None:
         """Cut `asked` before the first block that was given away: blocks after it could not be reached.
@@ -391,7 +416,8 @@ class Saves:
         for at, block in enumerate(asked.blocks[: asked.whole * per_slot] if gone else ()):
             if block in gone:
                 lost = asked.run.hashes[at // per_slot : asked.whole]
-                self._notes.add(asked.state.id, "given_away", self._clock(), lost)
+                self._notes.add(asked.id, "given_away", self._clock(), lost)
                 asked.whole = at // per_slot
-                asked.state.progress.saved = min(asked.state.progress.saved, asked.slots[asked.whole])
+                if asked.progress is not None:
+                    asked.progress.saved = min(asked.progress.saved, asked.slots[asked.whole])
                 return

@@ -12,10 +12,10 @@ from kvcache_client.scheduler.admission import Admission
 from kvcache_client.scheduler.cache import CacheSession
 from kvcache_client.scheduler.canaries import Canaries
 from kvcache_client.scheduler.cost_model import Gate, Overlap
+from kvcache_client.scheduler.device_cache import DeviceCache, Eager
 from kvcache_client.scheduler.events import EngineEvents
 from kvcache_client.scheduler.groups import Found, FullAttention, HybridGroups
 from kvcache_client.scheduler.hints import Hints
-from kvcache_client.scheduler.lazy import Eager, Lazy
 from kvcache_client.scheduler.loads import Loads
 from kvcache_client.scheduler.lookups import Lookups
 from kvcache_client.scheduler.membership import Membership
@@ -54,22 +54,19 @@ class Scheduler:
         self.events = EngineEvents(group, engine.describe) if engine.describe else None
         self.gate = Gate(counters, settings.gate == "auto", group.block_tokens)
         self.overlap = Overlap(self.gate.costs, settings.overlap == "auto", engine.ranks, engine.step_tokens)
-        self._membership = Membership(session, spec, settings, engine.checkpoint, self.events, engine.joining)
+        reports = settings.device_aware == "auto" and engine.evicted_next is not None and engine.saves
+        self._membership = Membership(session, spec, settings, engine.checkpoint, self.events, engine.joining, reports)
         self._notes = Notes(counters)
-        self._lookups = Lookups(
-            group, spec.shards, block_bytes, settings.verify, counters, self._notes, self.events, engine.saves
-        )
+        self._lookups = Lookups(group, spec.shards, settings.verify, counters, self._notes, self.events, engine.saves)
         self._loads = Loads(group, counters, block_bytes // engine.blocks_per_slot)
         self._admission: Admission | None = None
         if engine.device_blocks:
             self._admission = Admission(
                 counters, engine.device_blocks, engine.tables, engine.lookahead, engine.in_order
             )
-        timing = Eager()
-        if settings.save_mode == "lazy" and engine.evicted_next is not None:
-            # Twice the blocks that a step may evict: a save takes a step.
-            ahead = 2 * engine.step_tokens // engine.block_tokens
-            timing = Lazy(group, ahead, engine.evicted_next, engine.hash_of, counters)
+        timing, lazy = Eager(), settings.save_mode == "lazy"
+        if engine.evicted_next is not None and engine.saves and (lazy or reports):
+            timing = DeviceCache(group, engine, counters, clock, lazy, reports, self.events is not None)
         demand = Demand(group, settings.min_hits)
         self._saves = Saves(group, settings.verify, counters, self._notes, self.events, clock, demand, timing)
         self._hints = Hints(group, counters)
@@ -325,8 +322,7 @@ class Scheduler:
             membership.compare_weights()
         if self._notes.entries:
             self._send_notes()
-        if self._lookups.queue.waiting and self._may_prefetch:
-            self._lookups.queue.announce(membership.namespace, self._session.capacity)
+        self._announce(step.preempted if self._engine.loads else (), now)
         if not (requests or self._saves.waiting or self._canaries.due or requests.finished or membership.announced):
             return StepPlan(self._step, timed=True) if timed else NOTHING
         loads = self._loads.take_jobs() if self._loads.jobs else []
@@ -360,6 +356,15 @@ class Scheduler:
         plan = StepPlan(self._step, saves, guarded, loads, finished, membership.announced, checks, timed=timed)
         membership.announced = None
         return plan
+
+    def _announce(self, preempted: Collection[str], now: float) -> None:
+        """Tell the daemon which requests wait. The `preempted` ones do so with all blocks that they have filled."""
+        queue = self._lookups.queue
+        for state in filter(None, map(self._requests.get, preempted)):
+            tokens = len(state.request.hashes) * self._engine.block_tokens + 1
+            queue.add(msgspec.structs.replace(state.request, tokens=max(tokens, state.request.tokens)), first=True)
+        if queue.has_news(now) and self._may_prefetch:
+            queue.announce(self._membership.namespace, now)
 
     def _advance(self, step: StepView, saving: bool) -> None:
         """Note each request's computed tokens at the end of `step`: save full blocks, and compare due canaries."""

@@ -226,6 +226,7 @@ class StepView(msgspec.Struct, frozen=True):
     running: Sequence[str] = ()  # the other requests
     computed: Sequence[int] = ()  # their tokens that are computed before the step
     added: Sequence[BlockTables | None] = ()  # the blocks that they get
+    preempted: Collection[str] = ()  # requests that wait again, since the last step
 
 
 IDLE = StepView()

@@ -44,11 +44,13 @@ class Namespace:
         spec: NamespaceSpec,
         shards: tuple[int, ...],
         ceiling_bytes: int,
+        reports_leaving: bool = False,
     ) -> None:
         if len(set(shards)) != len(shards) or not all(0 <= shard < spec.shards for shard in shards):
             raise BadArgument(f"shards {shards}: each once, 0 to {spec.shards - 1}")
         self._daemon, self._settlements = daemon, settlements
         self.spec, self.shards, self.ceiling_bytes = spec, shards, ceiling_bytes
+        self._reports_leaving = reports_leaving
         self.id = spec.id  # 16 hex digits, the same in every process that attaches the same model and identity
         self.refused = ""  # why the daemon does not let this session join; "" if it does, or was not asked yet
         self._left = False
@@ -93,7 +95,7 @@ class Namespace:
             self._daemon.post(connection, m.Detach(0, b"", number), "stale_detaches")
 
     def _attachment(self) -> m.Attach:
-        return m.Attach(0, b"", self.spec, self.shards, self.ceiling_bytes)
+        return m.Attach(0, b"", self.spec, self.shards, self.ceiling_bytes, self._reports_leaving)
 
     def _take_answer(self, connection: Connection, channel: Channel, reply: m.Reply | None) -> None:
         """Take the answer to an attach: it is valid even if it is too late for the caller."""
@@ -171,12 +173,14 @@ class Namespace:
         request: str = "",
         tokens: int = 0,
         salted: bool = False,
-        then: Callable[[int], None] | None = None,
+        then: Callable[[int, int], None] | None = None,
     ) -> bool:
-        """Have the daemon's tiers fetch those of `hashes` that are not cached; never waits, and pins nothing.
+        """Have the daemon evict `hashes` last until `request` is looked up with a lease, and tiers fetch those that are
+        not cached; never waits, and pins nothing. Without hashes, the request waits no more.
 
-        The first arguments are those of `acquire`; `then` gets the number of hits, on some thread. Returns whether it
-        was sent. Raises BadArgument for values out of bounds.
+        The first arguments are those of `acquire`; `then` gets the numbers of hits and of withheld blocks, on some
+        thread: if any are withheld, it is refused, because too much waits. Returns whether it was sent. Raises
+        BadArgument for values out of bounds.
         """
         self._check(hashes, 0)
         connection, number = self._joined()
@@ -188,7 +192,7 @@ class Namespace:
             if isinstance(reply, m.Error):
                 self._daemon.log_refusal("prefetch", reply)
             elif isinstance(reply, m.Acquired) and then is not None:
-                then(reply.hits)
+                then(reply.hits, reply.withheld)
 
         return self._daemon.post(connection, asked, "stale_prefetches", answered)
 
@@ -418,6 +422,17 @@ class Namespace:
         request = m.Invalidate(0, b"", region_id, packed, shard, int(finding))
         if not daemon.post(connection, request, "invalidations_unsent", answered):
             then([])
+
+    def report_device(self, kept: Sequence[bytes], evicted: Sequence[bytes], group: int = 0) -> bool:
+        """Report what the engine's device keeps, by the last blocks of chains, and what it has evicted; never waits.
+
+        Returns whether it was sent.
+        """
+        connection, number = self._joined()
+        if connection is None:
+            return False
+        report = m.ReportDevice(0, b"", number, _listed(kept), _listed(evicted), group)
+        return self._daemon.post(connection, report, "device_reports_unsent")
 
     def report_misses(self, notes: list[m.MissNote], group: int = 0) -> bool:
         """Send the daemon `notes` that it cannot know otherwise; never waits. Returns whether they were sent."""

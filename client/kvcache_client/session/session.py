@@ -144,6 +144,7 @@ class Session:
         ceiling_bytes: int = 0,
         wait: bool = True,
         insist: bool = False,
+        reports_leaving: bool = False,
     ) -> Namespace:
         """Join a namespace, and join it again after each restart of the daemon.
 
@@ -152,12 +153,13 @@ class Session:
             ceiling_bytes: limit of the bytes that this engine's saves may occupy; 0 is no limit.
             wait: if False, return at once and raise only BadArgument: a refusal is logged and counted, and lookups miss
                 until the namespace is joined.
+            reports_leaving: this engine's reservations report what its device is about to evict: see `Run`.
             insist: raise nothing after the wait: `Namespace.refused` has the reason, and later daemons are tried.
         Raises the daemon's refusals (GeometryMismatch, BadArgument) and, on a session made by `connect`, Unavailable;
         then nothing has changed. A session made by `open` attaches as soon as there is a daemon.
         """
         self.daemon.check_process()
-        namespace = Namespace(self.daemon, self._settlements, spec, tuple(shards), ceiling_bytes)
+        namespace = Namespace(self.daemon, self._settlements, spec, tuple(shards), ceiling_bytes, reports_leaving)
         self._supervisor.attach(namespace, wait, self._patient, insist)
         return namespace
 

@@ -34,6 +34,7 @@ def describe(figures: Status) -> str:
         # The devices' own caches had the rest.
         f"            {told.get('needed_blocks', 0):,} of them needed, {format_size(told.get('needed_bytes', 0))}",
         *evicting(figures.eviction),
+        *regretted(figures),
         f"copies      {format_size(told.get('loaded_bytes', 0))} loaded, "
         f"{format_size(told.get('saved_bytes', 0))} saved",
         *kept(figures.hints),
@@ -74,6 +75,7 @@ def blocks(pool: Pool) -> str:
     return (
         f"{pool.blocks:,} blocks, {pool.blocks_writing:,} being written, "
         f"{format_size(pool.pinned_bytes)} pinned, {pool.blocks_quarantined:,} blocks in quarantine"
+        + (f", {format_size(pool.doubled_bytes)} also on devices" if pool.doubled_bytes else "")
     )
 
 
@@ -84,6 +86,8 @@ def evicting(eviction: Eviction) -> list[str]:
         chosen = "the least recently used goes first: in the sample, that finds more than eviction by worth"
     if declined := eviction.declined_blocks:
         chosen += f"; blocks not stored, because they were worth less than each cached one: {declined:,}"
+    if eviction.due_bytes:
+        chosen += f"; {format_size(eviction.due_bytes)} that queued requests wait for go last"
     lines = [f"eviction    {chosen}"]
     for said, by_class in (
         ("hits on blocks that had been asked for", eviction.hit_blocks_by_class),
@@ -93,6 +97,20 @@ def evicting(eviction: Eviction) -> list[str]:
             lines.append(
                 f"            {said} once {by_class.once:,}, twice {by_class.twice:,}, more often {by_class.more:,}"
             )
+    return lines
+
+
+def regretted(figures: Status) -> list[str]:
+    """Return lines on the evictions of blocks that were requested again; nothing without any."""
+    lines, evicted, sample = [], sum(figures.evictions.values()), figures.hindsight
+    if figures.evicted_early:
+        early = f"{figures.evicted_early:,}, {ratio(figures.evicted_early, evicted)} of the evicted"
+        lines.append(f"            evicted, and asked for within a minute: {early}")
+    if asked := sample.requested_blocks:
+        lines.append(
+            f"            hits in a sample of the last {duration(sample.seconds)}: {ratio(sample.hit_blocks, asked)}; "
+            f"a policy that knows the future: {ratio(sample.optimum_blocks, asked)}"
+        )
     return lines
 
 

@@ -8,7 +8,7 @@ before the reply that reports it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvcache_proto import messages as m
@@ -82,7 +82,7 @@ class Cache:
         self.eviction = eviction = Eviction(pool, sweeper, limits, draw, self.hasher, policy)
         self.registry = registry = Registry(pool, eviction, sweeper, limits)
         self.namespaces, self.sessions = registry.namespaces, registry.sessions
-        self.lookups = Lookups(pool, eviction.learner, self.effects, limits)
+        self.lookups = Lookups(pool, eviction, self.effects, limits)
         self.reservations = Reservations(pool, eviction, registry.engines, sweeper, limits)
         self.lookups.last = self.reservations.last = epoch << EPOCH_SHIFT
         self.invalidation = Invalidation(pool, eviction, self.reservations, sweeper)
@@ -91,6 +91,7 @@ class Cache:
         self._handlers: dict[type, Callable[[Session, Any], m.Reply | None]] = {
             m.Acquire: self.lookups.acquire,
             m.Release: self.lookups.release,
+            m.ReportDevice: self.lookups.report_device,
             m.Reserve: self.reservations.reserve,
             m.Settle: self.reservations.settle,
             m.Attach: self._attach,
@@ -117,6 +118,12 @@ class Cache:
     def used(self) -> int:
         """Bytes that blocks occupy."""
         return self.eviction.fair_share.used
+
+    def doubled_bytes(self) -> int:
+        """Estimate the bytes of blocks that are also on devices, where no request uses them."""
+        pages = self.pool.blocks
+        sample = [block for block in pages[:: max(1, len(pages) // LOOK)] if block is not None and block.visible]
+        return int(self.eviction.holders.doubled(sample) * self.used)
 
     @property
     def is_growing(self) -> bool:
@@ -178,9 +185,9 @@ class Cache:
         """Whether most blocks of the account that were requested once will be requested again."""
         return likely(self.eviction.learner.worths, account.share)
 
-    def next_evictable(self, start: int, most: int) -> Iterator[tuple[int, Block]]:
-        """See FairShare.next_evictable."""
-        return self.eviction.fair_share.next_evictable(start, most)
+    def next_evictable(self, most: int) -> list[Block]:
+        """See Ranking.next_evictable."""
+        return self.eviction.ranking.next_evictable(most)
 
     def retained_for(self, engine: str, request: str) -> list[Retention]:
         """Return the retentions of a request of an engine."""
@@ -193,6 +200,15 @@ class Cache:
     def grow(self, ready_pages: int) -> None:
         """Use the first `ready_pages` pages from now on."""
         self.pool.grow(ready_pages)
+
+    def sampled_requests(self) -> tuple[list[tuple[int, bytes, bool]], int]:
+        """Return the latest requests for a sample of the blocks, and the number of these that the pool has room for.
+
+        Each request has the tick, the hash of the block, and whether it was cached.
+        """
+        self.eviction.learner.learn()
+        monitor = self.eviction.learner.monitor
+        return list(monitor.requests), monitor.slots
 
     def memory_figures(self) -> status.Memory:
         """Return the sizes of the pool, and its bytes by state."""
@@ -325,6 +341,7 @@ class Cache:
         self._begin_turn(now, Actor(now))
         self.eviction.learner.learn()
         self.registry.tick(now)
+        self.eviction.due.end_if(lambda each: each.until <= now)
         if self.eviction.frozen and (not self.registry.not_reclaimed or now >= self._grace_until):
             self.eviction.frozen = False
         self.sweeper.add(self.reservations.free_quarantined)

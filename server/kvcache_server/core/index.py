@@ -3,17 +3,18 @@
 The blocks of a group form a tree below `Group.root`: a block's parent is the previous block of the prompt. The block of
 a suffix group hangs on the block with the same hash in the full group of its namespace, because it is useless without
 that; without such a group, on its own root. Only leaves are evicted, so every cached block stays reachable. An account
-(the blocks that one engine stored in one group) keeps its evictable leaves in a heap per class, by tick. A touch only
-sets the block's own tick; a heap is corrected when the block reaches its top.
+(the blocks that one engine stored in one group) lists its evictable leaves, in no order: the one to evict is found in a
+sample of them. A touch only sets the block's own tick.
 
-A tick is a time and a class. Its two lowest bits are the class: 0, 1 or 2 for a block that was requested once, twice or
-more often. The other bits are the time of the last use, in units of 2^-20 s after FIRST_TICK, increased if necessary so
+A tick is a time, a pace and a class. Its two lowest bits are the class: 0, 1 or 2 for a block that was requested once,
+twice or more often. The next seven are the pace, the time between its last two requests: 0 if that is unknown, else one
+of PACES. The other bits are the time of the last use, in units of 2^-20 s after FIRST_TICK, increased if necessary so
 that no two uses have the same time.
 """
 
 from __future__ import annotations
 
-import heapq
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -27,24 +28,29 @@ from kvcache_server.core.checksums import Checksums
 from kvcache_server.core.limits import STEP
 
 HIDDEN = -1  # `queued`: WRITING, or READY below a block that is not visible
-UNQUEUED = 0  # `queued`: visible, and not in the order of its account
-GONE = -1  # `pins`: removed, but possibly still in a heap, whose keys must not change
+UNQUEUED = 0  # `queued`: visible, and not among the leaves of its account
+GONE = -1  # `pins`: removed, but possibly still referred to
 CLASSES, CLASS_MASK, OFTEN = 3, 3, 2  # OFTEN is the class of blocks requested more than twice
-NEXT_TICK = 4  # the smallest difference between two times, in ticks
+PACE_SHIFT, MOST_PACE = 2, 127
+PACE_MASK = MOST_PACE << PACE_SHIFT
+NEXT_TICK = 1 << 9  # the smallest difference between two times, in ticks
+TICK_MASK = NEXT_TICK - 1  # of class and pace
 TICKS_PER_SECOND = NEXT_TICK << 20
-FIRST_TICK = 1 << 59  # the tick at 0 s; those of older releases are smaller, and only their order has a meaning
+FIRST_TICK = 3 << 58  # the tick at 0 s; those of older releases are smaller
 EVICT_FIRST = NEXT_TICK  # the tick of a block that is evicted before all others
-NO_LEAF, NOT_RANKED = 1 << 62, 0  # special values of `Order.coldest`
-SPARE = 1024  # stale entries of an order that are tolerated
+PACES_PER_DOUBLING = 4
+PACES = [0.0, *(2 ** (at / PACES_PER_DOUBLING - 4) for at in range(MOST_PACE))]  # in seconds
+PACE_BEGINS = [
+    int(TICKS_PER_SECOND * pace / 2 ** (0.5 / PACES_PER_DOUBLING)) for pace in PACES[1:]
+]  # the shortest time that each is for
 _DESCENTS = 16  # most levels that a walk descends before a visit
-_SWEPT = 8  # entries of an order that are moved per change
 
 
-class Block(msgspec.Struct, gc=False, order=True):
+class Block(msgspec.Struct, gc=False, eq=False):
     """One cached block. There may be millions, so it has no GC header, and siblings are linked to each other.
 
-    `queued` is first, because the heap compares blocks by it: the block's tick in the order of its account, UNQUEUED if
-    it is not in the order, HIDDEN if it is not visible yet.
+    `queued` is the block's position among the leaves of its account, from 1 on; UNQUEUED if it is not among them,
+    HIDDEN if it is not visible yet.
     """
 
     queued: int
@@ -57,6 +63,7 @@ class Block(msgspec.Struct, gc=False, order=True):
     next: Block | None = None
     prev: Block | None = None
     pins: int = 0
+    held: int = 0  # engines whose devices have it: see eviction/holders.py
 
     @property
     def generation(self) -> int:
@@ -77,6 +84,8 @@ class Block(msgspec.Struct, gc=False, order=True):
         self.parent, self.prev, self.next = parent, None, parent.child
         if parent.child is not None:
             parent.child.prev = self
+        elif parent.queued > UNQUEUED:
+            parent.account.take(parent)
         parent.child = self
 
     def unlink(self) -> None:
@@ -112,9 +121,18 @@ class Block(msgspec.Struct, gc=False, order=True):
 
 
 def later(one: int, other: int) -> int:
-    """Return the later time and the higher class of two ticks."""
-    cls = max(one & CLASS_MASK, other & CLASS_MASK)
-    return max(one, other) & ~CLASS_MASK | cls
+    """Return the tick of a block with the tick `one` whose last child, with the tick `other`, is gone: the later time,
+    the higher class, and the shortest known pace: a request for the child was one for the block, too."""
+    cls, its, pace = one & CLASS_MASK, other & CLASS_MASK, one & PACE_MASK
+    if its and one != EVICT_FIRST:
+        pace = min(filter(None, (pace, other & PACE_MASK, pace_of(abs(one - other)))), default=0)
+    last = one if one > other else other  # faster than max()
+    return last & ~TICK_MASK | (pace or other & PACE_MASK) | (cls if cls > its else its)
+
+
+def pace_of(apart: int) -> int:
+    """Return the pace, as in a tick, of requests that are `apart` ticks apart; 0 if they belong together."""
+    return bisect_right(PACE_BEGINS, apart) << PACE_SHIFT
 
 
 class BottomUp:
@@ -158,74 +176,6 @@ class BottomUp:
 
 
 @dataclass(eq=False, slots=True)
-class Order:
-    """The leaves of one class of an account, in the order in which they are evicted.
-
-    A block that is removed while it is in the order leaves a stale entry. If there are many, `_sweep` moves the order
-    to another heap, a few entries per change, and drops the stale ones. So there are fewer of them than other entries
-    plus SPARE, and the time of a change does not depend on the number of entries.
-
-    `entry` is its entry in the ranking of orders. `coldest` is the tick of its coldest leaf there; NO_LEAF if it had
-    none, NOT_RANKED if a colder one makes no difference.
-    """
-
-    heap: list[Block] = field(default_factory=list)
-    swept: list[Block] = field(default_factory=list)  # the heap being moved into `heap`
-    stale: int = 0  # entries of both whose blocks were removed
-    coldest: int = NO_LEAF
-    entry: tuple[float, int, int, Order, Account, int] | None = None
-
-    def head(self) -> Block | None:
-        """Return the least recently used leaf, or None; a use of a removed descendant counts. Leaves whose class has
-        changed move to the order of their class."""
-        while True:
-            if self.stale:
-                self.sweep()
-            heap = self._colder() if self.swept else self.heap
-            if not heap:
-                return None
-            block = heap[0]
-            if block.tick == block.queued and not block.pins and block.child is None:
-                return block
-            heapq.heappop(heap)
-            if block.pins == GONE:
-                self.stale -= 1
-            else:
-                block.queued = UNQUEUED
-                block.account.enter(block)  # does nothing if the block is in use
-
-    def coldest_entries(self, most: int) -> list[Block]:
-        """Return about `most` of the coldest entries, some perhaps stale or no longer leaves. O(most log most)."""
-        # The smallest entries of a heap are nearly all at its top.
-        return sorted(self.heap[: 2 * most] + self.swept[: 2 * most])[:most]
-
-    def pop(self) -> Block:
-        """Remove and return the head. Call it only right after `head`, which has returned this block."""
-        block = heapq.heappop(self._colder() if self.swept else self.heap)
-        block.queued = UNQUEUED
-        return block
-
-    def _colder(self) -> list[Block]:
-        """Return the heap with the coldest leaf."""
-        if self.swept and (not self.heap or self.swept[0] < self.heap[0]):
-            return self.swept
-        return self.heap
-
-    def sweep(self) -> None:
-        """Start to move the order to a new heap if a third of it is stale, or continue to move it."""
-        if not self.swept:
-            if self.stale <= SPARE // 2 + len(self.heap) // 3:
-                return
-            self.heap, self.swept = [], self.heap
-        for _ in range(min(_SWEPT, len(self.swept))):
-            block = self.swept.pop()  # a heap without its last entry is a heap
-            if block.pins == GONE:
-                self.stale -= 1
-            else:
-                heapq.heappush(self.heap, block)
-
-
-@dataclass(eq=False, slots=True)
 class Share:
     """The share of one engine in one namespace, all groups together: its blocks, and its bounds.
 
@@ -239,49 +189,36 @@ class Share:
     ceiling: int = 0  # 0: none
     floor: float = 0.0  # bytes that are not evicted for blocks of other shares
     live: bool = True
+    device: int = 0  # its bit in `Block.held`; 0 if it does not report what its device evicts
     returned: float = 0.0
     expected: float = 0.0
     factor: float = 1.0
 
 
 class Account:
-    """The blocks that one engine stored in one group, as a part of its share of the pool: the orders in which its
-    leaves are evicted, one per class."""
+    """The blocks that one engine stored in one group, as a part of its share of the pool. `leaves` are those that may
+    be evicted, in no order. Some may be pinned: they leave when they are looked at, and enter again when no longer."""
 
-    __slots__ = ("engine", "group", "news", "orders", "share")
+    __slots__ = ("engine", "group", "leaves", "share")
 
     def __init__(self, share: Share, group: Group) -> None:
         self.engine = share.engine
         self.share = share
         self.group = group
-        self.news: list[tuple[Account, Order]] = []  # orders that have another coldest leaf; all accounts share it
-        self.orders = tuple(Order() for _ in range(CLASSES))
+        self.leaves: list[Block] = []
 
     def enter(self, block: Block) -> None:
-        """Add `block` to the order of its class if it may be evicted and is in no order yet."""
+        """Add `block` to the leaves if it may be evicted and is not among them yet."""
         if block.queued == UNQUEUED and block.child is None and not block.pins and block.parent is not None:
-            block.queued = tick = block.tick
-            order = self.orders[tick & CLASS_MASK]
-            heapq.heappush(order.heap, block)
-            if tick < order.coldest:
-                order.coldest = NOT_RANKED
-                self.news.append((self, order))
+            self.leaves.append(block)
+            block.queued = len(self.leaves)
 
-    def leave(self, block: Block) -> None:
-        """Mark `block` as removed; its entry in an order, if any, is stale."""
-        block.pins = GONE
-        if block.queued > UNQUEUED:
-            order = self.orders[block.queued & CLASS_MASK]
-            order.stale += 1
-            order.sweep()
-
-    def entries(self) -> list[Block]:
-        return [block for order in self.orders for block in (*order.heap, *order.swept)]
-
-    def clear(self) -> None:
-        self.news = []
-        for order in self.orders:
-            order.heap, order.swept, order.stale, order.entry = [], [], 0, None
+    def take(self, block: Block) -> None:
+        """Remove `block` from the leaves."""
+        last, at = self.leaves.pop(), block.queued
+        if last is not block:
+            self.leaves[at - 1], last.queued = last, at
+        block.queued = UNQUEUED
 
 
 TAG_BYTES = 5
@@ -387,15 +324,18 @@ class Group:
 
         Its parent inherits its last use or, if no engine can still use the parent, is evicted first.
         """
-        found = block.is_found
+        found = self.visible.get(block.hash) is block
         if found:
             del self.visible[block.hash]
         parent = block.parent
         block.unlink()
-        block.account.leave(block)
+        block.pins = GONE
+        if block.queued > UNQUEUED:
+            block.account.take(block)
         if parent is not None and parent is not self.root:
-            useless = parent.child is None and self.above.leaf_is_useless and not self.above.is_proof(parent)
+            useless = self.above.leaf_is_useless and parent.child is None and not self.above.is_proof(parent)
             parent.tick = EVICT_FIRST if useless else later(parent.tick, block.tick)
+            parent.held |= block.held
             parent.account.enter(parent)
         return found
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from kvcache_proto.region import DOOMED, READY, WRITING, row_of
 from kvcache_proto.types import SUFFIX, BlockRef
 from kvcache_server.core.cache import Cache
-from kvcache_server.core.index import CLASSES, GONE, HIDDEN, SPARE, UNQUEUED, Block, Group, Reservation, Share
+from kvcache_server.core.index import GONE, HIDDEN, UNQUEUED, Block, Group, Reservation, Share
 from kvcache_server.core.limits import STEP
 from kvcache_server.core.pins import Lease
 from kvcache_server.core.retention import MOST, MOST_OF_ONE, NAMES, NAMES_OF_ONE
@@ -24,6 +24,7 @@ _FEW = 10_000  # microseconds that the whole check may take while requests wait
 def check_integrity(cache: Cache) -> None:
     """Raise AssertionError, naming what is broken, unless all invariants hold. O(blocks)."""
     _check_counts(cache)
+    cache.eviction.due.check()
     holders = cache.registry.holders()
     leases = [lease for session in holders for lease in session.leases.values()]
     _check_leases(leases)
@@ -169,7 +170,7 @@ def _check_group(cache: Cache, group: Group, pins: Counter[int], living: dict[in
     blocks = [*group.visible.values(), *(grant.block for grant in group.pending.values()), *invalidated]
     assert len(tree) == len(blocks) and {id(b) for b in tree} == {id(b) for b in blocks}, "the tree is not the index"
     about_to_be_shown = {id(block) for block in cache.reservations.showing}
-    queued = {id(block) for account in cache.eviction.fair_share.accounts for block in account.entries()}
+    queued = {id(block) for account in cache.eviction.fair_share.accounts for block in account.leaves}
     for block in blocks:
         living[id(block)] = block
         assert block.pins == pins[id(block)], f"{block.pins} pins, {pins[id(block)]} leases"
@@ -178,6 +179,7 @@ def _check_group(cache: Cache, group: Group, pins: Counter[int], living: dict[in
             below = [each for each in block.children() if each.is_found]
             assert block.is_found or not below or group.above.severed, "found below what is invalidated"
             assert (block.queued > UNQUEUED) == (id(block) in queued)
+            assert block.queued > UNQUEUED or not group.is_evictable(block), "a leaf that can never be evicted"
         else:
             found = group.pending[block.hash].ready and group.reaches(block.parent)
             assert not found or id(block) in about_to_be_shown, "READY below a visible parent, yet hidden"
@@ -228,9 +230,8 @@ def _check_all_pages(cache: Cache, living: dict[int, Block]) -> None:
     for share in cache.eviction.fair_share.shares:
         assert share.bytes == held.get(share, 0), "a share that does not add up"
     for account in cache.eviction.fair_share.accounts:
-        stale = sum(block.pins == GONE for block in account.entries())
-        assert sum(order.stale for order in account.orders) == stale, "an order of blocks that have gone"
-        assert stale <= CLASSES * SPARE + len(account.entries()) - stale, "an order that is never swept"
+        assert all(block.queued == at for at, block in enumerate(account.leaves, 1)), "leaves in other places"
+        assert all(block.pins != GONE and block.child is None for block in account.leaves), "gone, or not a leaf"
 
 
 def _check_free(cache: Cache, owners: bytearray) -> None:

@@ -11,7 +11,8 @@ from kvcache_proto.errors import BadArgument
 from kvcache_proto.types import FULL, MAX_HASHES, REF_BYTES, SUFFIX, SUM_BYTES, GroupSpec, check_hashes
 from kvcache_server.core.checksums import Checksums
 from kvcache_server.core.effects import Effects
-from kvcache_server.core.eviction.learner import Learner
+from kvcache_server.core.eviction.due import SECONDS, Waiting
+from kvcache_server.core.eviction.policy import Eviction
 from kvcache_server.core.index import Block, Group
 from kvcache_server.core.limits import LOOK, Limits
 from kvcache_server.core.pool import Pool
@@ -48,11 +49,12 @@ class _Match(NamedTuple):
 class Lookups:
     """Answers lookups, and pins the blocks that they found. `last` is the number of the last lease."""
 
-    def __init__(self, pool: Pool, learner: Learner, effects: Effects, limits: Limits) -> None:
+    def __init__(self, pool: Pool, eviction: Eviction, effects: Effects, limits: Limits) -> None:
         self.last = 0
         self.checksums: Checksums | None = None  # set if there is a file for them
         self.tiers: Tiers | None = None  # set while there are any
-        self._pool, self._learner = pool, learner
+        self._pool, self._learner = pool, eviction.learner
+        self._holders, self._due = eviction.holders, eviction.due
         self._counters, self._refusals = effects.counters, effects.refusals
         self.set_limits(limits)
 
@@ -73,13 +75,16 @@ class Lookups:
             raise BadArgument(f"group {request.group} is a suffix group: a lookup of group 0 is for all groups")
         if len(hashes) > MAX_HASHES:
             raise BadArgument(f"{len(hashes)} hashes in one message: at most {MAX_HASHES}")
+        if not hashes and not request.pin:  # the engine takes an announcement back
+            self._due.end(session.engine.name, request.request)
+            return m.Acquired(request.id, 0, 0, 0, b"")
         found = group.prefix(hashes) if not group.is_suffix else []
         if len(found) < len(hashes):
             check_hashes(hashes[len(found) :], group.hash_bytes)
-        if not group.suffixes:
-            return self._answer(session, request, namespace, group, _Match(found, len(found)))
         if request.start < 0:
             raise BadArgument(f"start {request.start}: 0 or more blocks")
+        if not group.suffixes:
+            return self._answer(session, request, namespace, group, _Match(found, len(found)))
         if request.tails_per_block < bool(request.tails):
             raise BadArgument(f"tails_per_block {request.tails_per_block}: 1 or more")
         check_hashes(request.tails, group.hash_bytes)
@@ -143,10 +148,16 @@ class Lookups:
     def _answer(
         self, session: Session, request: m.Acquire, namespace: Namespace, group: Group, match: _Match
     ) -> m.Acquired:
-        """Answer with the blocks found, as far as the engine may pin them."""
+        """Answer with the blocks found, as far as the engine may pin them; to an announcement, with none if it is
+        refused."""
         engine, chain, hits = session.engine, match.chain, match.hits
         suffixes, withheld = match.suffixes, match.withheld
-        asked = self._note_asked(session, request, namespace, group, match)
+        waits = bool(request.request) and not request.pin
+        if waits and not self._announce(session, request, group, match):
+            self._counters["announcements_refused"] += 1
+            return m.Acquired(request.id, 0, 0, 0, b"", len(request.hashes))
+        # What waits is used once it is scheduled: learning from both would mistake the wait for a rhythm.
+        asked = None if waits else self._note_asked(session, request, namespace, group, match)
         if hits and engine.writers[request.namespace] is None:
             # A rank that has not mapped the region could not load the blocks that its scheduler gets.
             self._counters["ranks_missing"] += 1
@@ -171,7 +182,8 @@ class Lookups:
         if request.pin:
             self.last = lease = self.last + 1
             session.pin(lease, chain[-1] if chain else None, size, cover, suffixes)
-        self._note_hits(namespace, group, match, hits, asked)
+        if asked is not None:
+            self._note_hits(namespace, group, match, hits, asked)
         blocks = [*chain, *suffixes] if suffixes else chain
         slots = b"".join([block.ref for block in blocks])
         sums = b""
@@ -187,12 +199,18 @@ class Lookups:
         self, session: Session, request: m.Acquire, namespace: Namespace, group: Group, match: _Match
     ) -> RequestLookups:
         """Count a lookup. A request's repeated lookups do not show how often blocks are used."""
-        asked = session.engine.lookups_of(request.request, group)
+        if self._due.waiting:
+            self._due.end(session.engine.name, request.request)
+        asked, share = session.engine.lookups_of(request.request, group), session.engine.shares[namespace.number]
         if not asked.lookups:
             hits = match.hits + (match.proof is not None)
+            if self._holders.reports:
+                self._holders.requested(share, match.chain[-1] if match.chain else None, request.start > hits)
             self._learner.asked(session.engine, group, request, match.used, hits, match.suffixes)
         asked.lookups += 1
         namespace.lookups += 1
+        if share.device:  # the blocks before `start` are not needed from here
+            asked.blocks, asked.hits = max(asked.blocks, request.start), max(asked.hits, request.start)
         more = max(len(request.hashes) - group.spec.needs_next_block, match.hits) - asked.blocks
         if more > 0:
             asked.blocks += more
@@ -200,12 +218,19 @@ class Lookups:
             self._counters["blocks_requested"] += more
         return asked
 
+    def _announce(self, session: Session, request: m.Acquire, group: Group, match: _Match) -> bool:
+        """Note that a request waits in its engine's queue; return False if too much waits."""
+        used = match.used
+        blocks = [used[-1] if used else group.root, *match.suffixes]
+        waiting = Waiting(session, group, request.hashes, blocks, len(used), self._pool.now + SECONDS)
+        return self._due.announce(request.request, waiting)
+
     def _not_here_yet(self, session: Session, request: m.Acquire, group: Group, match: _Match) -> tuple[int, int, int]:
         """Return the numbers of blocks after the hits that are being written and that come from tiers, and when: see
         Acquired."""
         pending = match.pending if group.suffixes else group.pending_after(request.hashes, match.hits)
-        if self.tiers is None:
-            return pending, 0, 0
+        if self.tiers is None or (request.start > match.hits and not group.suffixes):
+            return pending, 0, 0  # the engine's device has more than the pool
         now = self._pool.now
         if group.suffixes:
             return pending, *self.tiers.looked_up_with_suffixes(
@@ -229,6 +254,21 @@ class Lookups:
                 group.read_blocks += more
             for block in suffixes:
                 block.account.group.read_blocks += 1
+
+    def report_device(self, session: Session, request: m.ReportDevice) -> None:
+        """Note what the engine's device holds and has evicted; blocks that are not cached are ignored.
+
+        Raises UnknownHandle, BadArgument; then nothing has changed.
+        """
+        namespace, group = session.group(request.namespace, request.group)
+        check_hashes([*request.kept, *request.evicted], group.hash_bytes)
+        share = session.engine.shares[namespace.number]
+        for name in request.kept:
+            if (block := group.visible.get(name)) is not None:
+                self._holders.hold(share, block)
+        for name in request.evicted:
+            if (block := group.visible.get(name)) is not None:
+                self._holders.let_go(share, block)
 
     def lend(self, session: Session, blocks: Sequence[Block]) -> tuple[int, bytes, bytes]:
         """Start a lease on blocks of one group, each by itself; return its number, their references, and checksums."""

@@ -12,7 +12,7 @@ from itertools import islice
 from kvcache_proto.region import FREED, RegionRows, RowFields, Run, pieces, row_of
 from kvcache_proto.types import REF_BYTES, pack_ref
 from kvcache_server.core.checksums import Locate
-from kvcache_server.core.index import CLASS_MASK, FIRST_TICK, NEXT_TICK, TICKS_PER_SECOND, Block
+from kvcache_server.core.index import FIRST_TICK, NEXT_TICK, TICK_MASK, TICKS_PER_SECOND, Block
 
 Runs = tuple[Run, ...]
 
@@ -77,14 +77,20 @@ class Pool:
         """The time in seconds, as given to `set_time`, but not before the last use."""
         return (self.tick - FIRST_TICK) / TICKS_PER_SECOND
 
-    def place(self, runs: Runs, block: Block, cls: int, parent: int, body: RowFields) -> int:
-        """Put `block` on the pages of `runs`, as just used, with its class, under a new generation; return its row.
+    def tick_before(self, seconds: float) -> int:
+        """Return the tick that many seconds ago, without a class."""
+        return max(self.tick - int(seconds * (TICKS_PER_SECOND // NEXT_TICK)) * NEXT_TICK, FIRST_TICK)
 
-        `parent` is the generation of its parent, `body` its fields of the row. The row is WRITING.
+    def place(self, runs: Runs, block: Block, cls: int, parent: int, body: RowFields, used: int = 0) -> int:
+        """Put `block` on the pages of `runs`, as used at the tick `used`, or now if that is 0, under a new generation;
+        return its row.
+
+        `cls` is its class and pace, as in a tick, `parent` the generation of its parent, `body` its fields of the row.
+        The row is WRITING.
         """
         self.generation = generation = (self.generation + 1) % FREED
         self.tick = tick = self.tick + NEXT_TICK
-        block.tick = tick | cls  # even if `cls` is 0: in CPython, a sum takes 16 bytes more
+        block.tick = (used or tick) | cls  # even if `cls` is 0: in CPython, a sum takes 16 bytes more
         page, count = runs[0]
         row, further = row_of(page), 0
         if len(runs) > 1:
@@ -122,7 +128,7 @@ class Pool:
     def touch(self, block: Block, read: int = 0) -> None:
         """Record a use of `block` and, if it was `read`, that a lookup found it, and so the blocks above it."""
         self.tick = tick = self.tick + NEXT_TICK
-        block.tick = tick | block.tick & CLASS_MASK
+        block.tick = tick | block.tick & TICK_MASK
         page = self.page(block)  # as in `write_tick`, without the call
         self.rows.set_tick(row_of(page), block.tick)
         if read:

@@ -93,7 +93,7 @@ class Registry:
         elif session.leases:
             self.leaving[number] = now + self.limits.grace, session
         for namespace, _ in session.attached.values():
-            engine.note_writers(namespace)
+            self._note_members(engine, namespace)
         session.attached.clear()  # it may outlive the namespaces
         self._note_disconnected(session)
         if not session.may_reclaim:
@@ -140,6 +140,7 @@ class Registry:
             self.disconnect(number, 0.0)
         self.end_leases_of(self.take_former(number))
         engine = self.disconnected.pop(number).engine
+        self._eviction.due.end_if(lambda each: each.session.id == number)
         engine.disconnected.discard(number)
         self.not_reclaimed.discard(number)
         return engine
@@ -192,7 +193,7 @@ class Registry:
         for group in namespace.groups:
             share = self.account(engine, group).share
         share.ceiling = request.ceiling_bytes or share.ceiling
-        engine.note_writers(namespace)
+        self._note_members(engine, namespace, request.reports_leaving)
         return m.Attached(request.id, namespace.number)
 
     def _make_namespace(self, session: Session, request: m.Attach) -> Namespace:
@@ -230,8 +231,17 @@ class Registry:
         if left is None:
             self._counters["detaches_unknown"] += 1
             return
-        session.engine.note_writers(left[0])
+        self._note_members(session.engine, left[0])
+        self._eviction.due.end_if(
+            lambda each: (each.session.id, each.group.namespace) == (session.id, request.namespace)
+        )
         self.prune()
+
+    def _note_members(self, engine: Engine, namespace: Namespace, reports: bool = False) -> None:
+        """Note that a session of the engine has attached or detached."""
+        engine.note_writers(namespace)
+        if (share := engine.shares.get(namespace.number)) is not None:
+            self._eviction.holders.update(share, reports)
 
     def abandoned(self) -> list[Namespace]:
         """Return the namespaces that no client can attach again.

@@ -17,10 +17,13 @@ from kvcache_server.core.checksums import Checksums
 from kvcache_server.core.effects import Shown
 from kvcache_server.core.eviction.policy import Eviction
 from kvcache_server.core.index import (
+    CLASS_MASK,
     CLASSES,
     EVICT_FIRST,
     GONE,
     HIDDEN,
+    OFTEN,
+    PACE_MASK,
     Account,
     Block,
     BottomUp,
@@ -82,6 +85,8 @@ class Reservations:
             run_group = session.group(request.namespace, run.group)[1] if run.group else group
             if run.parent is not None and run_group.spec.kind == SUFFIX:
                 raise BadArgument("a run of a suffix group with a parent")
+            if not 0 <= run.leaving <= len(run.hashes) or not 0 <= run.idle_ms < 1 << 40 or run.found < 0:
+                raise BadArgument(f"leaving {run.leaving}, idle_ms {run.idle_ms}, found {run.found}: out of bounds")
             chain = run.hashes if run.parent is None else [run.parent, *run.hashes]
             check_hashes(chain, group.hash_bytes)
             if len(set(chain)) != len(chain):
@@ -161,7 +166,11 @@ class Reservations:
     def _grant_run(self, reservation: Reservation, account: Account, run: m.Run, answers: bytearray) -> None:
         """Grant the blocks of a run in order, until one is refused."""
         group = account.group
-        above, suffix = group.above, group.spec.kind == SUFFIX
+        above, suffix, holders = group.above, group.spec.kind == SUFFIX, self._eviction.holders
+        stay, used, classes, more = len(run.hashes) - run.leaving, 0, self._classes, 0
+        if run.leaving:
+            used, more = self._pool.tick_before(run.idle_ms / 1000), run.found
+            classes = self._eviction.learner.recall(group, [name for name in run.hashes if name not in group.visible])
         parent = group.root if run.parent is None else self._known(group, run.parent)
         if len(run.hashes) > 1 and parent is not None:
             self._eviction.set_aside(len(run.hashes) * group.pages)
@@ -171,8 +180,11 @@ class Reservations:
             if parent is None:
                 answers.extend(bytes([Refusal.NO_PARENT]) * (len(run.hashes) - at))
                 break
-            answer, block = self._grant(reservation, account, parent, block_hash)
+            cls = min(classes.get(block_hash, 0) + more, OFTEN) if used else classes.get(block_hash, 0)
+            answer, block = self._grant(reservation, account, parent, block_hash, cls, used)
             answers.append(answer)
+            if at >= stay and block is not None:
+                holders.let_go(account.share, block)
             if block is None and group.leaf_is_useless and parent.child is None:
                 parent.tick = EVICT_FIRST  # the engine stops here, and saves no block of a suffix group
                 self._eviction.drop(parent)
@@ -184,13 +196,20 @@ class Reservations:
         return pending.block if pending is not None else group.visible.get(block_hash)
 
     def _grant(
-        self, reservation: Reservation, account: Account, parent: Block, block_hash: bytes
+        self, reservation: Reservation, account: Account, parent: Block, block_hash: bytes, cls: int, used: int
     ) -> tuple[Refusal, Block | None]:
-        """Reserve one hash below `parent`. Return the answer, and the block, if any: the parent of the next hash."""
+        """Reserve one hash below `parent`. Return the answer, and the block, if any: the parent of the next hash.
+
+        `cls` is its class, `used` the tick of its last use if the engine's device is about to evict it, else 0.
+        """
         group = account.group
         block = group.visible.get(block_hash)
         if block is not None and block.parent is parent:
-            self._pool.touch(block)
+            if not used:
+                self._pool.touch(block)
+            elif used > block.tick:  # its device has not asked for it here
+                block.tick = used | block.tick & PACE_MASK | max(block.tick & CLASS_MASK, cls)
+                self._pool.write_tick(block)
             return _PRESENT, block
         if block is not None:
             # One of its ancestors is hidden already. The invalidation in progress frees its pages later.
@@ -206,11 +225,13 @@ class Reservations:
         if engine.writing and engine.writing + group.allocated_bytes > self._quota:
             return Refusal.QUOTA, None
         eviction = self._eviction
-        cls, declined = self._classes.get(block_hash, 0), eviction.declined
+        declined = eviction.declined
+        if not cls & PACE_MASK and parent.child is None:
+            cls |= parent.tick & PACE_MASK  # a prompt that goes on keeps its pace
         parent.pins += 1  # it must not be evicted for its own child
         try:
             # Without the suffix groups' blocks, the existing block of the full group would be of no use.
-            runs = eviction.make_room(account, CLASSES if group.is_suffix or engine.is_tier else cls)
+            runs = eviction.make_room(account, CLASSES if group.is_suffix or engine.is_tier else cls, used)
             if eviction.declined > declined and block_hash in eviction.learner.wanted:
                 eviction.declined = declined
                 runs = eviction.make_room(account, CLASSES)
@@ -226,7 +247,7 @@ class Reservations:
             *(len(grants), reservation.writers_number, engine.number),
         )
         above = self._pool.generation if grants and grants[-1].block is parent else parent.generation
-        row = self._pool.place(runs, block, cls, above, body)
+        row = self._pool.place(runs, block, cls, above, body, used)
         grant = Grant(block, row, reservation)
         block.link(parent)
         if rival is not None:
@@ -385,6 +406,8 @@ class Reservations:
         if not group.reaches(parent):
             return Verdict.HIDDEN
         group.show(block, self.showing)
+        if self._eviction.due.waiting:
+            self._eviction.due.shown(block)
         if group.is_suffix:
             self._eviction.pass_boundaries(block)
         changes = self._effects.changes  # as Effects.shown does, without the call
@@ -405,6 +428,7 @@ class Reservations:
             if block.pins == GONE or block.parent is None or not group.reaches(block.parent):
                 continue  # it was doomed in the meantime, or will be: its parent is hidden
             group.show(block, waiting)
+            self._eviction.due.shown(block)
             self._effects.shown(block)
         return bool(waiting)
 

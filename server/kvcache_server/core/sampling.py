@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -56,7 +57,7 @@ class KeyedHasher:
     """
 
     def __init__(self, draw: Draw) -> None:
-        self._draw = draw
+        self._salted = lru_cache(maxsize=1024)(draw)
         keys = [draw(b"a key of lots" + bytes([at])) for at in range(2 * _WORDS)]
         self._keys = np.array(keys, np.uint64).reshape(_WORDS, 2)
 
@@ -69,7 +70,7 @@ class KeyedHasher:
         else:
             words = np.frombuffer(hashes, np.uint32).reshape(-1, size // 4)
         halves = (words.astype(np.uint64) @ self._keys[: words.shape[1]]) >> _HALF  # modulo 2^64
-        keyed: HashArray = (halves[:, 0] << _HALF | halves[:, 1]) ^ np.uint64(self._draw(salt))
+        keyed: HashArray = (halves[:, 0] << _HALF | halves[:, 1]) ^ np.uint64(self._salted(salt))
         keyed ^= keyed >> _MIX_SHIFT
         keyed *= _MIX
         return keyed ^ keyed >> _MIX_SHIFT

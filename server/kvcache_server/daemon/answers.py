@@ -31,7 +31,7 @@ from kvcache_server.tiering.tiering import Tiering
 log = logging.getLogger(__name__)
 
 ACQUIRE_SECONDS = (5e-6, 1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 0.02, 0.1)  # upper bounds of buckets
-UNANSWERED = (m.Release, m.Detach, m.ReportClient, m.ReportMisses, m.JobResults)
+UNANSWERED = (m.Release, m.Detach, m.ReportClient, m.ReportDevice, m.ReportMisses, m.JobResults)
 HELD = 0.5  # seconds for which a tier's request for work waits for a job
 
 

@@ -72,6 +72,7 @@ class _Figures(Collector):
             yield from _declared(daemon.tier_processes, status.TierProcess, "tier", "name")
         yield from _daemon(figures, daemon)
         yield from _pool(figures, figures.pool)
+        yield from _hindsight(figures.hindsight)
         yield from _tiers(daemon)
         yield from _namespaces(figures.namespaces)
         yield from _lookups(figures)
@@ -149,6 +150,13 @@ def _pool(figures: Status, pool: status.Pool) -> Iterator[Metric]:
     causes = {cause: figures.evictions.get(cause, 0) for cause in EVICTED_FOR}
     causes |= {cause: figures.counters.get(f"blocks_{cause}", 0) for cause in ("cleared", "invalidated")}
     yield _counter("evicted_blocks", "Blocks that were forgotten, by cause", causes, "cause")
+
+
+def _hindsight(found: status.Hindsight) -> Iterator[Metric]:
+    if asked := found.requested_blocks:
+        ratios = {"daemon": found.hit_blocks / asked, "optimum": found.optimum_blocks / asked}
+        doc = "Hits in a sample of the last hour's requested blocks, and those of a policy that knows the future"
+        yield _gauge("sampled_hit_ratio", doc, ratios, "policy")
 
 
 def _tiers(daemon: status.Daemon) -> Iterator[Metric]:

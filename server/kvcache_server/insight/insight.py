@@ -22,9 +22,10 @@ from kvcache_server.core.effects import (
     Refused,
     SessionGone,
 )
-from kvcache_server.core.eviction.policy import EVICTED_FOR, NAMESPACE_CEILING, OWN_CEILING, ROOM
+from kvcache_server.core.eviction.policy import EVICTED_FOR
 from kvcache_server.core.index import TAG_BYTES, Group, namespace_of
 from kvcache_server.insight.chains import chain
+from kvcache_server.insight.early_evictions import CHOSEN, EarlyEvictions
 from kvcache_server.insight.infinite_cache import InfiniteCache
 from kvcache_server.insight.lookup_tap import LookupTap
 from kvcache_server.insight.miss_causes import Explanations, withheld_blocks
@@ -35,7 +36,6 @@ from kvcache_server.status import Daemon, Status
 
 Says = Callable[[Group, Sequence[bytes], int, int, float, int], tuple[Below, ...]]
 
-_CHOSEN = {ROOM, OWN_CEILING, NAMESPACE_CEILING}  # causes of evictions for which one of many blocks is chosen
 _GROUP = attrgetter("account.group")
 _SHORT = ("not_worth_it", "no_space")  # refusals that a larger pool would not have made
 
@@ -53,9 +53,10 @@ class Insight:
         self.telemetry = Telemetry()
         self.residency = Residency()
         self._infinite: dict[bytes, InfiniteCache] = {}  # by the group's tag
+        self._early = EarlyEvictions(self.misses)
         self._short: Actor | None = None  # on whose behalf blocks were last refused for lack of memory
         self._explanations = Explanations(cache, self.misses)
-        self._report = Report(cache, self.residency, self._infinite, self.telemetry)
+        self._report = Report(cache, self.residency, self._infinite, self._early, self.telemetry)
         for namespace in cache.namespaces.values():
             self.misses.remember_namespace(namespace.number, namespace.spec)
 
@@ -84,7 +85,7 @@ class Insight:
 
     def _note_gone(self, change: Gone) -> None:
         blocks = change.blocks
-        if change.cause in _CHOSEN:
+        if change.cause in CHOSEN:
             self.misses.chosen(blocks, change.cause, change.actor, self._cache.evicts_by_age)
         else:
             for block in blocks:
@@ -131,9 +132,12 @@ class Insight:
         if reply.hits >= len(request.hashes) - group.spec.needs_next_block:
             return
         cause, blocks = withheld_blocks(asker, request, reply, cache.limits)
+        lost = reply.hits + (0 if cause == "pending" else blocks)
+        self._early.missed(request.hashes, max(lost, request.start), group.tag, now)
         infinite = self._infinite.get(group.tag)
-        if infinite is not None and asker.engine.lookups_of(request.request, group).lookups <= 1:
-            infinite.missed(request.hashes[reply.hits + reply.coming + (0 if cause == "pending" else blocks) :])
+        first = asker.engine.lookups_of(request.request, group).lookups <= 1 and (request.pin or not request.request)
+        if infinite is not None and first:
+            infinite.missed(request.hashes[max(lost + reply.coming, request.start) :])
         if request.request:
             engine, generation = asker.engine.name, cache.generation
             below: tuple[Below, ...] = ()

@@ -18,7 +18,9 @@ from kvcache_server.core.cache import Cache
 from kvcache_server.core.index import Block
 from kvcache_server.core.limits import LOOK, STEP
 from kvcache_server.core.sessions import Namespace, Session
+from kvcache_server.insight.early_evictions import EarlyEvictions
 from kvcache_server.insight.infinite_cache import InfiniteCache
+from kvcache_server.insight.optimum import Comparison
 from kvcache_server.slices import Steps
 from kvcache_server.status import Daemon, Histogram, Pool, Status
 
@@ -35,10 +37,16 @@ _EVERY = 8  # one eviction in this many is measured: this costs a fiftieth of st
 
 class Report:
     def __init__(
-        self, cache: Cache, residency: Residency, infinite: Mapping[bytes, InfiniteCache], telemetry: Telemetry
+        self,
+        cache: Cache,
+        residency: Residency,
+        infinite: Mapping[bytes, InfiniteCache],
+        early: EarlyEvictions,
+        telemetry: Telemetry,
     ) -> None:
         """`infinite` is by the tag of the group."""
         self._cache, self._residency, self._infinite, self._telemetry = cache, residency, infinite, telemetry
+        self._early, self._comparison = early, Comparison(cache)
 
     def figures(self, now: float, daemon: Callable[[], Daemon]) -> Steps[Status]:
         """Return all figures; `daemon()` returns those of the process.
@@ -49,6 +57,7 @@ class Report:
         sessions, away = yield from self._sessions(now)
         pool, namespaces = (yield from self._pool()), (yield from self._namespaces())
         cache = self._cache
+        hindsight = yield from self._comparison.figures(now)
         return Status(
             pool=pool,
             namespaces=namespaces,
@@ -64,6 +73,8 @@ class Report:
             client_counts=dict(self._telemetry.total),
             counters={**cache.counters, "blocks_evicted": cache.evictions.total()},
             daemon=daemon(),
+            evicted_early=self._early.count,
+            hindsight=hindsight,
         )
 
     def _pool(self) -> Steps[Pool]:
@@ -87,6 +98,7 @@ class Report:
             leases=sum(len(session.leases) for session in cache.holders()),
             reservations=sum(len(engine.reservations) for engine in cache.engines.values()),
             residence=self._residency.residence,
+            doubled_bytes=cache.doubled_bytes(),
         )
 
     def _pinned(self) -> Steps[int]:

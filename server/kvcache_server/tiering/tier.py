@@ -20,8 +20,7 @@ class Tier:
     removals_off: the reason that wrong values stay in its store.
     counts: event counts, by name.
     asked_at, heard_at: when it last asked for work, and when it last reported work done.
-    looked_ahead_at, next_ahead: when blocks that are about to be evicted were last looked for, and the number of the
-        account at which the next look begins.
+    looked_ahead_at: when blocks that are about to be evicted were last looked for.
     """
 
     def __init__(self, session: Session, name: str, batch_bytes: int, policy: str, counts: Counter[str]) -> None:
@@ -32,7 +31,6 @@ class Tier:
         self.fetches = Fetches(counts, self.questions.lacks)
         self.writes = Writes(batch_bytes, counts, self.questions.has_now)
         self.asked_at = self.heard_at = self.looked_ahead_at = 0.0
-        self.next_ahead = 0
 
     @property
     def keeps_up(self) -> bool:

@@ -22,7 +22,7 @@ from kvcache_proto.types import FULL, REF_BYTES, SUM_BYTES
 from kvcache_server import status
 from kvcache_server.core.cache import Cache
 from kvcache_server.core.effects import Change, SessionGone, Shown
-from kvcache_server.core.index import CLASS_MASK, GONE, Account, Block, Group
+from kvcache_server.core.index import CLASS_MASK, Account, Block, Group
 from kvcache_server.core.limits import LOOK
 from kvcache_server.core.lookups import last_end
 from kvcache_server.core.sessions import Session
@@ -44,7 +44,7 @@ LONGEST = 1 << 14  # blocks of an Exists job; the rest follows once these are hi
 MESSAGE = 1 << 20  # bytes of an answer after which no job is added; a frame may have 4 MiB
 MOST_BATCH = 1 << 30  # bytes
 AHEAD_EVERY = 0.1  # seconds between two searches for blocks that are about to be evicted
-AHEAD_LEAVES = 64  # coldest leaves of each order that a search examines
+AHEAD_LEAVES = 64  # leaves that a search finds
 AHEAD_BLOCKS = 4096  # blocks that a search examines in all
 JOB_BYTES = 128  # bytes of a job in a message, besides its hashes, slots and checksums
 
@@ -493,17 +493,10 @@ class Tiering:
 
     def _look_ahead(self, tier: Tier) -> None:
         """Let the tier store blocks that are about to be evicted, if lookups ever found them."""
-        left, last = AHEAD_BLOCKS, tier.next_ahead
-        for account, leaf in self._cache.next_evictable(tier.next_ahead, AHEAD_LEAVES):
-            if left <= 0 and account != last:
-                tier.next_ahead = account
-                return
-            last = account
-            left -= 1
-            if leaf.pins == GONE or leaf.child is not None:
-                continue
+        left = AHEAD_BLOCKS
+        for leaf in self._cache.next_evictable(AHEAD_LEAVES):
             upwards = takewhile(lambda block: not tier.writes.has(block), leaf.ancestors())
-            new = list(islice(upwards, max(0, left)))
+            new = list(islice(upwards, left))
             left -= len(new)
             _store(tier, list(dropwhile(lambda block: not block.tick & CLASS_MASK, new))[::-1])
 

@@ -20,6 +20,7 @@ from kvcache_tools.replay.simulation import ROUTINGS, Setup, distinct, replay, s
 from kvcache_tools.replay.trace import BLOCK_TOKENS, read_trace
 
 BAR = 60  # characters of a hit ratio of 100 %
+_PARTS = ("device", "host", "misses")  # where the shared cache's engines find the blocks
 FACTORS = "0.05x,0.1x,0.2x,0.4x,0.8x"
 
 
@@ -72,6 +73,20 @@ def parse_capacities(text: str, blocks: int, setup: Setup, sized: bool) -> list[
     show_default=True,
     help="How blocks are chosen for eviction. Give it several times to compare policies of the shared cache.",
 )
+@click.option(
+    "--device-blocks",
+    type=click.IntRange(0),
+    default=0,
+    show_default=True,
+    help="Blocks in the device cache of each engine, above these caches.",
+)
+@click.option(
+    "--device-aware",
+    type=click.Choice(["auto", "off"]),
+    default="auto",
+    show_default=True,
+    help="As the connector's setting: whether engines report the blocks that their devices evict.",
+)
 @click.option("--page-size", metavar="SIZE", help="As for serve.")
 @click.option("--png", metavar="FILE", help="Draw a chart; needs pip install 'kvcache-server[replay]'.")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
@@ -86,6 +101,8 @@ def command(  # noqa: PLR0913 - one for each option
     block_tokens: int,
     routing: str,
     policies: tuple[str, ...],
+    device_blocks: int,
+    device_aware: str,
     page_size: str | None,
     png: str | None,
     as_json: bool,
@@ -106,6 +123,8 @@ def command(  # noqa: PLR0913 - one for each option
         routing,
         parse_size(page_size) if page_size else 0,
         tuple(dict.fromkeys(policies)),
+        device_blocks,
+        device_aware != "off",
     )
     sizes = parse_capacities(capacity, distinct(requests), setup, sized)
     found = replay(requests, sizes, setup, time.perf_counter, lambda line: click.echo(line, err=True))
@@ -149,6 +168,11 @@ def describe(found: Mapping[str, Any], name: str, sized: bool) -> Iterator[str]:
         f"unlimited memory: {found['unlimited']:.1%} of the blocks hit; the busiest engine requests "
         f"{found['busiest']:.1%} of them"
     )
+    if found["device_blocks"]:
+        yield (
+            f"{found['device_blocks']:,} more blocks in the device cache of each engine, whose hits count; optimum: of "
+            "one cache with the blocks of the host and of all devices"
+        )
     yield ""
     yield (
         f"{'capacity':>10}{'blocks':>10}{'each of ' + str(engines):>12}{'private':>10}{'shared':>10}{'optimum':>10}"
@@ -160,6 +184,12 @@ def describe(found: Mapping[str, Any], name: str, sized: bool) -> Iterator[str]:
             f"{row['shared']:>10.1%}{row['optimum']:>10.1%}"
             f"{row['lookup_p50_us']:>10.1f} us{row['lookup_p99_us']:>6.0f} us"
         )
+    if found["device_blocks"]:
+        yield ""
+        yield f"{'capacity':>10}{'blocks':>10}" + "".join(f"{name:>10}" for name in _PARTS)
+        for row in found["rows"]:
+            parts = "".join(f"{row[name]:>10.1%}" for name in _PARTS)
+            yield f"{_capacity(row, found, sized):>10}{row['blocks']:>10,}{parts}"
     if len(found["rows"][0]["policies"]) > 1:
         names = list(found["rows"][0]["policies"])
         yield ""

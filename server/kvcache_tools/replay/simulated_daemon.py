@@ -17,6 +17,7 @@ from kvcache_server.core.cache import Cache
 from kvcache_server.core.eviction.policy import WORTH
 from kvcache_server.core.limits import Limits
 from kvcache_tools.plan.room import Room
+from kvcache_tools.replay.device_cache import DeviceCache
 
 STEP_TOKENS = 8192  # number that an engine computes, and saves, per step
 
@@ -62,10 +63,17 @@ class SimulatedDaemon:
         self.cache = Cache(sparse_region(room.geometry), room.geometry, limits, seed=1, policy=policy)
         spec = NamespaceSpec("replay", (GroupSpec(block_tokens, room.block_bytes), *suffixes))
         self._sessions = [self.cache.open_session(f"engine {number}", "", 0.0) for number in range(engines)]
+        self._attach(spec)
+
+    def _attach(self, spec: NamespaceSpec, reports: bool = False) -> None:
         for session in self._sessions:
-            attached = self.cache.handle(session, m.Attach(1, b"", spec, (0,)), 0.0)
+            attached = self.cache.handle(session, m.Attach(1, b"", spec, (0,), reports_leaving=reports), 0.0)
             assert isinstance(attached, m.Attached)
             self._namespace = attached.namespace
+
+    def report_devices(self) -> None:
+        """Let the engines report what their devices keep and evict."""
+        self._attach(self.cache.namespaces[self._namespace].spec, reports=True)
 
     def saved(self, suffix: GroupSpec, length: int, begin: int, end: int, divergence: int = 0) -> list[int]:
         """Return the blocks of a suffix group that are saved for boundaries from block `begin` to `end` of a prompt.
@@ -75,19 +83,32 @@ class SimulatedDaemon:
         ends = [at for at in range(begin + 1, end + 1) if at % self._checkpoint == 0 or at in (divergence, length)]
         return sorted({each for at in ends for each in range(at - suffix.needed(at), at)})
 
-    def ask(self, engine: int, hashes: list[bytes], now: float, clock: Callable[[], float]) -> tuple[int, float]:
-        """Look a prompt up, load the hits and save the rest; return the hits, and the seconds of the lookup."""
+    def ask(
+        self,
+        engine: int,
+        hashes: list[bytes],
+        now: float,
+        clock: Callable[[], float],
+        device: DeviceCache | None = None,
+    ) -> tuple[int, float]:
+        """Look a prompt up, load the hits and save the rest; return the hits, and the seconds of the lookup.
+
+        Hits on the engine's `device`, if any, are hits, too; the daemon saves what it lacks of them.
+        """
         session, handle = self._sessions[engine], self.cache.handle
         self.cache.effects.take()  # nothing follows them
         while self.cache.sweeper.go_on():
             pass
-        question = m.Acquire(1, b"", self._namespace, hashes)
+        start, gone = device.ask(hashes, now) if device is not None else (0, [])
+        question = m.Acquire(1, b"", self._namespace, hashes, start=start)
         begin = clock()
         found = handle(session, question, now)
         seconds = clock() - begin
         assert isinstance(found, m.Acquired)
         if found.lease:
             handle(session, m.Release(1, b"", [found.lease]), now)
+        for run in gone:
+            self._leave(session, run, now)
         divergence = self._whole(hashes) if self._divergences else 0
         for begin in range(found.hits, len(hashes), self._step):
             end = min(begin + self._step, len(hashes))
@@ -97,7 +118,24 @@ class SimulatedDaemon:
                 runs += [m.Run([hashes[at]], None, number) for at in slots]
             if not all(self._save(session, runs[at : at + MAX_BLOCKS], now) for at in range(0, len(runs), MAX_BLOCKS)):
                 break
-        return found.hits, seconds
+        if device is not None and device.reports and device.capacity:
+            self._keep(session, hashes[min(len(hashes), device.capacity) - 1], now)
+        return max(start, found.hits), seconds
+
+    def _keep(self, session: int, last: bytes, now: float) -> None:
+        """Report that the device keeps a chain."""
+        self.cache.handle(session, m.ReportDevice(1, b"", self._namespace, [last]), now)
+
+    def _leave(self, session: int, run: m.Run, now: float) -> None:
+        """Save what is missing of a chain whose last blocks leave the device."""
+        hashes, stays = run.hashes, len(run.hashes) - run.leaving
+        if stays:
+            self._keep(session, hashes[stays - 1], now)
+        for at in range(0, len(hashes), MAX_BLOCKS):
+            end = min(at + MAX_BLOCKS, len(hashes))
+            parent, leaving = hashes[at - 1] if at else None, max(end - max(at, stays), 0)
+            if not self._save(session, [m.Run(hashes[at:end], parent, 0, leaving, run.idle_ms, run.found)], now):
+                return  # those behind would have no parent
 
     def _save(self, session: int, runs: list[m.Run], now: float) -> bool:
         """Save blocks; return whether more may follow them."""

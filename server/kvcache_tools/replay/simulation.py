@@ -4,7 +4,6 @@ cache. Pure, except for the clock that is passed in."""
 from __future__ import annotations
 
 import contextlib
-import heapq
 import statistics
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -14,12 +13,14 @@ import msgspec
 
 from kvcache_proto.errors import ConfigError
 from kvcache_server.core.eviction.policy import WORTH
+from kvcache_server.insight.optimum import best_hits
+from kvcache_server.slices import finish
 from kvcache_tools.plan.room import Room, room
+from kvcache_tools.replay.device_cache import DeviceCache
 from kvcache_tools.replay.simulated_daemon import SimulatedDaemon, block_hash
 from kvcache_tools.replay.trace import TraceRequest
 
 ROUTINGS = ("round-robin", "prefix")
-_NEVER = 1 << 62
 
 
 class Setup(msgspec.Struct, frozen=True):
@@ -27,6 +28,7 @@ class Setup(msgspec.Struct, frozen=True):
 
     `routing` chooses the engine of requests for which the trace does not name it: each in turn, or the one that had the
     request's first block earlier. The shared cache is tried with each of `policies`, the private ones with the first.
+    Each engine has a device cache of `device_blocks` blocks, and reports those that it evicts if it is `device_aware`.
     """
 
     engines: int = 8
@@ -35,6 +37,23 @@ class Setup(msgspec.Struct, frozen=True):
     routing: str = ROUTINGS[0]
     page_bytes: int = 0
     policies: tuple[str, ...] = (WORTH,)
+    device_blocks: int = 0
+    device_aware: bool = True
+
+    @property
+    def reports(self) -> bool:
+        return self.device_aware and self.device_blocks > 0
+
+    def daemon(self, room: Room, engines: int, policy: str) -> SimulatedDaemon:
+        """Return an empty daemon for that number of engines."""
+        made = SimulatedDaemon(room, self.block_tokens, engines, policy=policy)
+        if self.reports:
+            made.report_devices()
+        return made
+
+    def devices(self) -> list[DeviceCache]:
+        """Return an empty device cache for each engine."""
+        return [DeviceCache(self.device_blocks, self.reports) for _ in range(self.engines)]
 
 
 def routes(requests: Sequence[TraceRequest], setup: Setup) -> list[int]:
@@ -96,12 +115,14 @@ def replay(
         say(f"  {whole.blocks:,} blocks")
         found = {}
         for policy in reversed(setup.policies):
-            shared = SimulatedDaemon(whole, setup.block_tokens, setup.engines, policy=policy)
-            hits, times = play([shared] * setup.engines, requests, prompts, engines, clock)
+            shared = setup.daemon(whole, setup.engines, policy)
+            devices = setup.devices()
+            hits, times = play([shared] * setup.engines, requests, prompts, engines, clock, devices)
             found[policy] = hits / asked
         first = setup.policies[0]
-        alone = [SimulatedDaemon(part, setup.block_tokens, 1, policy=first) for _ in range(setup.engines)]
-        private, _ = play(alone, requests, prompts, engines, clock)
+        alone = [setup.daemon(part, 1, first) for _ in range(setup.engines)]
+        private, _ = play(alone, requests, prompts, engines, clock, setup.devices())
+        by_devices = sum(device.hits for device in devices)
         rows.append(
             {
                 "bytes": whole.size,
@@ -109,9 +130,12 @@ def replay(
                 "blocks": whole.blocks,
                 "private_blocks": part.blocks,
                 "shared": hits / asked,
+                "device": by_devices / asked,
+                "host": (hits - by_devices) / asked,
+                "misses": (asked - hits) / asked,
                 "policies": found,
                 "private": private / asked,
-                "optimum": optimum(requests, whole.blocks) / asked,
+                "optimum": optimum(requests, whole.blocks + setup.engines * setup.device_blocks) / asked,
                 "lookup_p50_us": statistics.median(times) * 1e6,
                 "lookup_p99_us": sorted(times)[int(len(times) * 0.99)] * 1e6,
                 "evicted": shared.cache.evictions.total(),
@@ -126,6 +150,8 @@ def replay(
         "busiest": max(load.values()) / asked,
         "block_bytes": setup.block_bytes,
         "block_tokens": setup.block_tokens,
+        "device_blocks": setup.device_blocks,
+        "device_aware": setup.device_aware,
         "unlimited": (asked - different) / asked,
         "rows": rows,
     }
@@ -137,12 +163,16 @@ def play(
     prompts: Sequence[list[bytes]],
     engines: Sequence[int],
     clock: Callable[[], float],
+    devices: Sequence[DeviceCache] = (),
 ) -> tuple[int, list[float]]:
-    """Return the hits, and the seconds of each lookup. `daemons[e]` serves engine e; one may serve several."""
+    """Return the hits, and the seconds of each lookup. `daemons[e]` serves engine e; one may serve several.
+
+    `devices[e]` is the device cache of engine e, whose hits count, too; empty: there are none.
+    """
     hits, times = 0, []
     for request, prompt, engine in zip(requests, prompts, engines, strict=True):
-        daemon = daemons[engine]
-        found, seconds = daemon.ask(engine if daemon.engines > 1 else 0, prompt, request.at, clock)
+        daemon, device = daemons[engine], devices[engine] if devices else None
+        found, seconds = daemon.ask(engine if daemon.engines > 1 else 0, prompt, request.at, clock, device)
         hits += found
         times.append(seconds)
     return hits, times
@@ -157,32 +187,5 @@ def distinct(requests: Sequence[TraceRequest]) -> int:
 
 
 def optimum(requests: Sequence[TraceRequest], blocks: int) -> int:
-    """Return the maximum number of hits of a cache of `blocks` blocks if the whole trace is known beforehand.
-
-    The optimum is Belady's: keep the blocks that are requested again soonest. A block is only useful together with
-    those before it, which that rule respects: every request for a block also requests those before it, so their next
-    use is never later; of blocks with the same next use, the deepest is evicted first. Hence the optimum for single
-    blocks is also one for prefixes, and an upper bound for any cache of the same size that does not know the future.
-    """
-    following: dict[int | str, int] = {}
-    uses: list[list[int]] = []  # for each block of each request: the next request with it
-    for number in range(len(requests) - 1, -1, -1):
-        asked = requests[number].blocks
-        uses.append([following.get(block, _NEVER) for block in asked])
-        following.update(dict.fromkeys(asked, number))
-    uses.reverse()
-    kept: dict[int | str, int] = {}
-    # A heap: latest next use first, then deepest; no blocks are compared.
-    last: list[tuple[int, int, int, int | str]] = []
-    hits = 0
-    for number, (request, next_uses) in enumerate(zip(requests, uses, strict=True)):
-        for depth, (block, use) in enumerate(zip(request.blocks, next_uses, strict=True)):
-            hits += kept.pop(block, None) is not None
-            if use != _NEVER:
-                kept[block] = use
-                heapq.heappush(last, (-use, -depth, number, block))
-        while len(kept) > blocks:
-            use, _, _, block = heapq.heappop(last)
-            if kept.get(block) == -use:
-                del kept[block]
-    return hits
+    """Return the maximum number of hits of a cache of `blocks` blocks if the whole trace is known beforehand."""
+    return finish(best_hits([request.blocks for request in requests], blocks))

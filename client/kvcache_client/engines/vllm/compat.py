@@ -5,6 +5,7 @@ It imports nothing from vLLM before a function is called, and reads configuratio
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Iterable, Iterator, Sequence
 from types import SimpleNamespace
@@ -164,10 +165,15 @@ def written_early(scheduler_output: Any) -> list[int]:
 
 def hash_of(block_pool: Any, block: int) -> bytes:
     """Return the hash of a device block of the first group in vLLM's prefix cache, b"" if it is not there."""
+    key = block_pool.blocks[block].block_hash
+    return bytes(_block_hash()(key)) if key is not None else b""
+
+
+@functools.cache  # thousands are read together, and an import statement takes as long as all the rest
+def _block_hash() -> Any:
     from vllm.v1.core.kv_cache_utils import get_block_hash
 
-    key = block_pool.blocks[block].block_hash
-    return bytes(get_block_hash(key)) if key is not None else b""
+    return get_block_hash
 
 
 def kv_replicas(kv_cache_config: Any) -> int | None:

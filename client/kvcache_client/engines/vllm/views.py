@@ -118,9 +118,9 @@ def _hint(request: Any) -> tuple[Hint | None, Sequence[BadHint]]:
 
 def step_view(output: Any) -> StepView:
     """Return the step in a SchedulerOutput. Called in every step: it copies nothing of running requests."""
-    tokens = output.total_num_scheduled_tokens
+    tokens, preempted = output.total_num_scheduled_tokens, output.preempted_req_ids or ()
     if not tokens:
-        return IDLE
+        return StepView(preempted=preempted) if preempted else IDLE
     cached, fresh = output.scheduled_cached_reqs, output.scheduled_new_reqs
     running, computed, added = cached.req_ids, cached.num_computed_tokens, cached.new_block_ids
     started = [NewTable(new.req_id, new.block_ids, new.num_computed_tokens) for new in fresh] if fresh else []
@@ -128,4 +128,4 @@ def step_view(output: Any) -> StepView:
         rows = [(row, row[0] in resumed and row[2]) for row in zip(running, computed, added, strict=True)]
         started += [NewTable(request, blocks, before) for (request, before, blocks), whole in rows if whole]
         running, computed, added = ([row[column] for row, whole in rows if not whole] for column in range(3))
-    return StepView(tokens, output.num_scheduled_tokens, started, running, computed, added)
+    return StepView(tokens, output.num_scheduled_tokens, started, running, computed, added, preempted)

@@ -6,9 +6,9 @@ Every live share has one, so that its blocks stay cached for long enough to show
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 
-from kvcache_server.core.index import Account, Block, Order, Share
+from kvcache_server.core.index import Account, Share
 
 _FLOOR = 1 / 32  # of an even split
 
@@ -17,7 +17,6 @@ class FairShare:
     def __init__(self, capacity: int, namespace_floor: float) -> None:
         self._capacity = capacity
         self._accounts: list[Account] = []
-        self.news: list[tuple[Account, Order]] = []
         self.set_limits(namespace_floor)
 
     def set_limits(self, namespace_floor: float) -> None:
@@ -36,24 +35,14 @@ class FairShare:
     def shares(self) -> Collection[Share]:
         return {account.share: None for account in self._accounts}.keys()
 
-    def next_evictable(self, start: int, most: int) -> Iterator[tuple[int, Block]]:
-        """Iterate over about `most` leaves of each order that will be evicted soon, with the number of their account:
-        accounts from number `start` on, then those before it. Some leaves may be gone already."""
-        accounts = self._accounts
-        numbers = ((start + each) % len(accounts) for each in range(len(accounts)))
-        return ((at, leaf) for at in numbers for order in accounts[at].orders for leaf in order.coldest_entries(most))
-
     def join(self, account: Account) -> None:
         self._accounts.append(account)
-        account.news = self.news
         self.set_floors()
 
     def prune(self) -> list[Account]:
         """Remove and return the accounts of engines that are gone and have left no blocks."""
         gone = [account for account in self._accounts if not account.share.live and not account.share.bytes]
         self._accounts = [account for account in self._accounts if account.share.live or account.share.bytes]
-        for account in gone:
-            account.clear()  # entries of removed blocks, each of which refers back to the account
         return gone
 
     def set_floors(self) -> None:

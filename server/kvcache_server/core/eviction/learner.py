@@ -15,18 +15,20 @@ from typing import NamedTuple
 from kvcache_proto import messages as m
 from kvcache_server.core.eviction.monitor import REACH, Monitor
 from kvcache_server.core.eviction.sketch import Sketch, sampled
-from kvcache_server.core.eviction.worth import Refresh, Worths
+from kvcache_server.core.eviction.worth import Worths
 from kvcache_server.core.index import (
     CLASS_MASK,
     CLASSES,
     EVICT_FIRST,
     GONE,
     OFTEN,
+    PACE_MASK,
     TICKS_PER_SECOND,
     Account,
     Block,
     Group,
     Share,
+    pace_of,
 )
 from kvcache_server.core.limits import LOOK
 from kvcache_server.core.pool import Pool
@@ -54,7 +56,9 @@ class _Lookup(NamedTuple):
     hits: int
     found: Sequence[Block]  # those that the engine may load; none without a full group
     suffixes: Sequence[Block]  # of other groups, that it needs with those
+    before: int  # the tick of the last block of `found` before it
     missed: bytes  # the hashes of at most _MOST_MISSES blocks behind the hits, without gaps
+    elsewhere: int  # how many of these, at the beginning, the engine has on its device
 
 
 class Learner:
@@ -75,12 +79,11 @@ class Learner:
         self._slots = 0  # of the pool, for which these are sized
         self._asked: list[_Lookup] = []  # the latest ones
         self._waiting = 0  # their hashes
-        # The hashes and asks of evicted blocks that are not in the sketch yet, by their group's tag.
-        self._left: dict[bytes, tuple[bytearray, bytearray]] = {}
+        # The hashes and ticks of evicted blocks that are not in the sketch yet, by their group's tag.
+        self._left: dict[bytes, tuple[bytearray, list[int]]] = {}
         self.wanted: dict[bytes, None] = {}  # hashes of blocks to store regardless of their worth
         self._refreshed = 0  # the tick of the last refresh
         self._missed = 0  # blocks requested and not cached since the last refresh, whether stored then or refused
-        self._refresh: Refresh | None = None
 
     def asked(
         self,
@@ -96,7 +99,12 @@ class Learner:
         hashes = request.hashes
         if self._enabled and hashes:
             missed = b"".join(hashes[hits : hits + _MOST_MISSES]) if hits < len(hashes) else b""
-            self._asked.append(_Lookup(engine, group, hashes[0], len(hashes), hits, found, suffixes, missed))
+            aware = engine.shares[group.namespace].device and not group.suffixes
+            elsewhere = max(request.start - hits, 0) if aware else 0
+            before = found[-1].tick if found else 0
+            self._asked.append(
+                _Lookup(*(engine, group, hashes[0], len(hashes), hits, found, suffixes, before, missed, elsewhere))
+            )
             self._waiting += len(hashes)
             if self._waiting > _MOST_WAITING or len(self._asked) >= _TOGETHER:
                 self.learn()
@@ -126,10 +134,12 @@ class Learner:
         ends = list(accumulate(len(each.missed) // size for each in lookups))
         begins = [0, *ends[:-1]]
         for each in lookups:
+            if each.found:
+                self._set_pace(each.found[-1], each.before)
             self._go_up(each.found)
             if each.suffixes:
                 self._go_up(each.suffixes)
-            self._missed += each.blocks - each.hits
+            self._missed += each.blocks - each.hits - each.elsewhere
         watches = not group.number  # the other groups of a namespace get the same hashes at the same time
         step, thin = self.monitor.steps(group.spec.block_tokens)
         firsts = [self._draw(each.first) % step if watches and step > 1 else 0 for each in lookups]
@@ -145,20 +155,34 @@ class Learner:
             return
         self._note_evicted()
         keyed = self._hasher.of(missed, size, group.tag)
-        classes = self._sketch.ask(keyed, begins)
+        classes = self._sketch.ask(keyed, begins, self._pool.tick)
         self._expect(missed, size, classes)
         if watches:
             places = [
                 at
                 for each, first, begin, end in zip(lookups, firsts, begins, ends, strict=True)
-                for at in range(begin + (first - each.hits) % step, end, step)
+                for at in range(begin + each.elsewhere + (first - each.hits - each.elsewhere) % step, end, step)
             ]
             if thin > 1 and places:
                 places = [places[at] for at in sampled(keyed[places], thin)]
             now, asked = self._pool.tick, self.monitor.asked
+            paces = [
+                each.found[-1].tick & PACE_MASK if each.found and each.found[-1].child is None else 0
+                for each in lookups
+            ]
             for at in places[:_MOST_WATCHED]:
                 name = missed[at * size : at * size + size]
-                asked(name, now | classes[at], now, shares[bisect_right(begins, at) - 1])
+                which = bisect_right(begins, at) - 1
+                low = classes[at]
+                tick = now | (low if low & PACE_MASK else low | paces[which])
+                asked(name, tick, now, shares[which], None if name in group.pending else False)
+
+    def _set_pace(self, block: Block, before: int) -> None:
+        """Note the time between the last two requests for a block."""
+        pace = pace_of(block.tick - before) if before > EVICT_FIRST and block.pins != GONE else 0
+        if pace:
+            block.tick = block.tick & ~PACE_MASK | pace
+            self._pool.write_tick(block)
 
     def _go_up(self, found: Sequence[Block]) -> None:
         """Move requested blocks up one class.
@@ -181,7 +205,7 @@ class Learner:
     def _watch_hits(self, found: Sequence[Block]) -> None:
         now, monitor = self._pool.tick, self.monitor
         for block in found[-_MOST_WATCHED:]:
-            monitor.asked(block.hash, now | block.tick & CLASS_MASK, now, block.account.share)
+            monitor.asked(block.hash, now | block.tick & CLASS_MASK, now, block.account.share, True)
 
     def _expect(self, missed: bytes, size: int, classes: Sequence[int]) -> None:
         """Remember the classes of blocks that will probably be stored soon."""
@@ -200,19 +224,27 @@ class Learner:
             self.wanted.clear()
         self.wanted.update(dict.fromkeys(names))
 
+    def recall(self, group: Group, names: Sequence[bytes]) -> dict[bytes, int]:
+        """Return the classes, if not 0, of blocks that are about to be stored again, by hash."""
+        if not names or not self._slots:
+            return {}
+        self._note_evicted()
+        classes = self._sketch.recall(self._hasher.of(b"".join(names), group.hash_bytes, group.tag))
+        return dict(zip(names, classes, strict=True))
+
     def evicted(self, block: Block) -> None:
-        """Remember the class of a block that is evicted."""
+        """Remember the class and the last use of a block that is evicted."""
         if self._enabled and block.tick != EVICT_FIRST:
             tag = block.account.group.above.tag  # lookups have only the hashes of these
-            hashes, asks = self._left.get(tag) or self._left.setdefault(tag, (bytearray(), bytearray()))
+            hashes, ticks = self._left.get(tag) or self._left.setdefault(tag, (bytearray(), []))
             hashes += block.hash
-            asks.append((block.tick & CLASS_MASK) + 1)
-            if len(asks) >= _MOST_LEFT:
+            ticks.append(block.tick)
+            if len(ticks) >= _MOST_LEFT:
                 self._note_evicted()
 
     def _note_evicted(self) -> None:
-        for tag, (hashes, asks) in self._left.items():
-            self._sketch.put(self._hasher.of(hashes, len(hashes) // len(asks), tag), asks)
+        for tag, (hashes, ticks) in self._left.items():
+            self._sketch.put(self._hasher.of(hashes, len(hashes) // len(ticks), tag), ticks)
         self._left.clear()
 
     def _resize(self, slots: int, block_tokens: int) -> None:
@@ -222,13 +254,13 @@ class Learner:
 
     @property
     def due(self) -> bool:
-        """Whether `begin_to_refresh` should be called."""
-        if self._missed < max(self._slots // _REFRESHES, _FEWEST) or self._refresh:
+        """Whether `refresh` should be called."""
+        if self._missed < max(self._slots // _REFRESHES, _FEWEST):
             return False
         return self._pool.tick - self._refreshed >= _REFRESHED_FOR
 
-    def begin_to_refresh(self, accounts: Collection[Account]) -> None:
-        """Start to update the worths from the evidence. `accounts` are those that share the pool."""
+    def refresh(self, accounts: Collection[Account]) -> None:
+        """Update the worths from the evidence. `accounts` are those that share the pool."""
         self._missed, self._refreshed = 0, self._pool.tick
         groups = {account.group for account in accounts if not account.group.is_suffix}
         blocks = sum(len(group.visible) for group in groups)
@@ -237,13 +269,7 @@ class Learner:
         if used * 2 > self._pool.capacity and not self._slots <= 2 * slots <= 4 * self._slots:
             most = max(groups, key=lambda group: len(group.visible))
             self._resize(slots, most.spec.block_tokens)  # other blocks have come
-        self._refresh = Refresh(self.monitor.watched(), self._pool.tick)
-
-    def refresh_some(self) -> bool:
-        """Continue the refresh; return whether more is left."""
-        if self._refresh is not None and self.worths.refresh(self._refresh):
-            self._refresh = None
-        return self._refresh is not None
+        self.monitor.refresh(self._pool.tick)
 
     def forget_shares(self, shares: Collection[Share]) -> None:
         """Drop references to shares that are gone."""

@@ -8,7 +8,9 @@ from itertools import islice
 
 from kvcache_proto.types import MAX_GROUPS, Refusal
 from kvcache_server import status
+from kvcache_server.core.eviction.due import Due
 from kvcache_server.core.eviction.fair_share import FairShare
+from kvcache_server.core.eviction.holders import Holders
 from kvcache_server.core.eviction.learner import Learner
 from kvcache_server.core.eviction.ranking import Ranking
 from kvcache_server.core.index import (
@@ -44,7 +46,7 @@ class Eviction:
 
     Attributes: `evictions` are evicted blocks by cause, `evicted_unread` those that no lookup had found;
     `evicted_by_class` those that were requested once, twice, more often; `declined` counts blocks that were not stored
-    because they were worth less than each block in the pool.
+    because they were worth less than those that would have been evicted.
     """
 
     def __init__(
@@ -62,7 +64,8 @@ class Eviction:
         self._useless: list[tuple[Block, str]] = []  # blocks to continue with, and the cause of the eviction
         self.learner = Learner(pool, draw, hasher, policy != LRU)
         self.fair_share = FairShare(pool.capacity, limits.namespace_floor)
-        self.ranking = Ranking(pool, self.fair_share, self.learner)
+        self.holders, self.due = Holders(), Due(pool.capacity, self.fair_share)
+        self.ranking = Ranking(pool, self.fair_share, self.learner, self.holders, self.due)
         self.evictions: Counter[str] = Counter()  # blocks by cause
         self.evicted_unread = 0  # evicted blocks that no lookup had found
         self.evicted_by_class = [0] * CLASSES
@@ -82,19 +85,14 @@ class Eviction:
         self.ranking.expire()
 
     def begin_reservation(self) -> None:
-        """Learn from lookups, and if there is enough evidence, let the sweeper update the worths. Bound the number of
-        blocks that one reservation may evict: it is one step of the daemon."""
+        """Learn from lookups, and if there is enough evidence, update the worths. Bound the number of blocks that one
+        reservation may evict: it is one step of the daemon."""
         self._left = _MOST_EVICTED
         self.learner.learn()
         if self.learner.due:
-            self.learner.begin_to_refresh(self.fair_share.accounts)
-            self._sweeper.add(self._refresh_some)
-
-    def _refresh_some(self) -> bool:
-        if self.learner.refresh_some():
-            return True
-        self.ranking.expire()
-        return False
+            self.learner.refresh(self.fair_share.accounts)
+            self.ranking.expire()
+        self.ranking.begin_reservation()
 
     def figures(self) -> status.Eviction:
         """Return the order of eviction, and hits and evictions by class."""
@@ -105,6 +103,7 @@ class Eviction:
             declined_blocks=self.declined,
             hit_blocks_by_class=status.ByClass(*self.learner.hits_by_class),
             evicted_blocks_by_class=status.ByClass(*self.evicted_by_class),
+            due_bytes=self.due.bytes,
         )
 
     def set_aside(self, pages: int) -> None:
@@ -119,11 +118,12 @@ class Eviction:
             self._pool.free.add(self._page, self._pages)
             self._pages = 0
 
-    def make_room(self, account: Account, cls: int = 0) -> Runs | Refusal:
-        """Return free pages for a block of class `cls`, or QUOTA or NO_SPACE.
+    def make_room(self, account: Account, cls: int = 0, used: int = 0) -> Runs | Refusal:
+        """Return free pages for a block, or QUOTA or NO_SPACE. `cls` is its class and pace, as in a tick.
 
-        CLASSES is the class of a block that is stored regardless of its worth. NO_SPACE also means that the block is
-        worth less than those that would be evicted for it; then `declined` has increased.
+        `used` is the tick of its last use if it leaves the engine's device; 0 if it stays there. CLASSES stands for a
+        block that is stored regardless of its worth. NO_SPACE also means that the block is worth less than those that
+        would be evicted for it; then `declined` has increased.
         """
         group, share, pool = account.group, account.share, self._pool
         size, pages = group.allocated_bytes, group.pages
@@ -145,7 +145,7 @@ class Eviction:
         of_use = cls == CLASSES or share.bytes < share.floor
         while self._left > 0:
             least = self.ranking.least()
-            if least is not None and not of_use and self._declines(account, cls, least[0]):
+            if least is not None and not of_use and self._declines(account, cls, used, least[0]):
                 return Refusal.NO_SPACE
             if least is None:
                 least = self.ranking.least_of([account])  # although it has no more than its floor
@@ -159,17 +159,19 @@ class Eviction:
                 return pool.free.take(pages) or Refusal.NO_SPACE
         return Refusal.NO_SPACE
 
-    def _declines(self, account: Account, cls: int, least: float) -> bool:
+    def _declines(self, account: Account, cls: int, used: int, least: float) -> bool:
         """Return True if a block is worth less than those to be evicted for it, and of no use to a tier; if so, count
         it."""
-        if self.ranking.worth_of_new(account, cls) >= least or (self.tiers and self.tiers.will_store(account, cls)):
+        if self.ranking.worth_of_new(account, cls, used) >= least or (
+            self.tiers and self.tiers.will_store(account, cls & CLASS_MASK)
+        ):
             return False
         self.declined += 1
         return True
 
     def forget_accounts(self, accounts: Collection[Account]) -> None:
         """Drop references to accounts that are gone."""
-        self.ranking.forget()
+        self.ranking.expire()
         self.learner.forget_shares({account.share for account in accounts})
 
     def _evict_from(self, accounts: Sequence[Account], cause: str) -> bool:
@@ -227,6 +229,7 @@ class Eviction:
                 block.tick == EVICT_FIRST
                 and account.share.bytes > account.share.floor
                 and account.group.is_evictable(block)
+                and id(block) not in self.due.waiting
             ):
                 parent = block.parent
                 self._pool.give_back(self._evicted(block, PASSED if account.group.is_suffix else DROPPED))
@@ -323,6 +326,7 @@ class Eviction:
         """Drop references to a removed group, whose accounts are gone already."""
         left = ((key, each) for key, each in self._dropped.items() if each.account.group is not group)
         self._dropped = OrderedDict(left)
+        self.due.end_if(lambda each: each.group is group)
 
     def discard(self, block: Block) -> None:
         """Remove a block that is not in use and that lookups no longer find."""
@@ -339,6 +343,8 @@ class Eviction:
         if parent is not None and parent.ref and (read or parent.tick != before):
             pool.write_tick(parent, read)
         account.share.bytes -= account.group.allocated_bytes
+        if self.due.waiting and parent is not None:
+            self.due.gone(block, parent)
         return visible, read, pool.vacate(block, page)
 
     def _below_ceiling(self, shares: Sequence[Share], size: int, ceiling: int, cause: str) -> bool:

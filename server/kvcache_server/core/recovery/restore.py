@@ -17,6 +17,8 @@ from kvcache_server.core.index import (
     HIDDEN,
     NEXT_TICK,
     OFTEN,
+    PACE_SHIFT,
+    TICK_MASK,
     TICKS_PER_SECOND,
     UNQUEUED,
     Account,
@@ -32,6 +34,7 @@ from kvcache_server.core.reservations import Reservations
 from kvcache_server.core.sessions import Engine, Namespace
 
 Ints = npt.NDArray[np.int64]
+_FIRST_UNPACED, _UNPACED_EVICT_FIRST = 1 << 59, 4  # in ticks without paces: a time in 2^-20 s, and two bits of class
 AHEAD = 60  # seconds by which ticks may be ahead of the clock, after bursts of lookups
 
 
@@ -63,7 +66,7 @@ class Restoration:
     def run(self) -> None:
         self._name()
         self._pool.set_time(self.now)
-        self._pool.tick = max(self._pool.tick, int(self.old.tick.max(initial=0)) & ~CLASS_MASK)
+        self._pool.tick = max(self._pool.tick, int(self.old.tick.max(initial=0)) & ~TICK_MASK)
         self._resume_pool()
         self._show()
         for position in self.old.pending:
@@ -148,12 +151,12 @@ class Restoration:
             if child is not None:
                 child.prev = block
             parent.child = block
-        for block in blocks:  # ordered by last use: a sorted list is a heap
+        for block in blocks:
             account = block.account
             account.share.bytes += account.group.allocated_bytes
             if block.child is None:
-                block.queued = tick = block.tick
-                account.orders[tick & CLASS_MASK].heap.append(block)
+                account.leaves.append(block)
+                block.queued = len(account.leaves)
         for position, runs in self.old.scattered.items():
             if position in self.blocks:
                 self._pool.adopt(self.blocks[position], runs)
@@ -258,14 +261,19 @@ class Restoration:
 def _continued(ticks: Ints, now: float) -> Ints:
     """Return ticks of the previous daemon as this one continues them at `now`.
 
-    Those of older releases are only an order, and those from the future come from an engine that wrote where it must
-    not, or from a restarted clock. Such blocks count as just used, in their order.
+    Those without paces, from older versions, get none. Those of still older ones are only an order, and those from the
+    future come from an engine that wrote where it must not, or from a restarted clock. Such blocks count as just used,
+    in their order.
     """
+    times = (ticks - _FIRST_UNPACED >> PACE_SHIFT) * NEXT_TICK
+    unpaced = (ticks >= _FIRST_UNPACED) & (ticks < FIRST_TICK)
+    ticks = np.where(unpaced, FIRST_TICK + times | ticks & CLASS_MASK, ticks)
+    ticks = np.where(ticks == _UNPACED_EVICT_FIRST, EVICT_FIRST, ticks)
     end = FIRST_TICK + int(now * TICKS_PER_SECOND)
     found: Ints = (ticks & ~CLASS_MASK) | np.minimum(ticks & CLASS_MASK, OFTEN)
     odd = np.flatnonzero(((ticks < FIRST_TICK) & (ticks != EVICT_FIRST)) | (ticks > end + AHEAD * TICKS_PER_SECOND))
     order = odd[np.argsort(ticks[odd], kind="stable")]
-    end = end & ~CLASS_MASK
-    cls = np.where(ticks[order] < FIRST_TICK, 0, found[order] & CLASS_MASK)
-    found[order] = (end + NEXT_TICK * np.arange(1, len(order) + 1)) | cls
+    end = end & ~TICK_MASK
+    low = np.where(ticks[order] < FIRST_TICK, 0, found[order] & TICK_MASK)
+    found[order] = (end + NEXT_TICK * np.arange(1, len(order) + 1)) | low
     return found

@@ -117,10 +117,10 @@ function show({ status, now, host, answered }) {
   stack("pool-states", STATES.map(([name, style]) => ({ name, style, bytes: pool[`${name}_bytes`] })), pool.bytes);
   stack("pool-spaces", byNamespace(spaces), pool.bytes);
   facts("pool-facts", [
-    ["pinned by leases", size(pool.pinned_bytes)], ["runs of free pages", count(pool.free_runs)],
+    ["pinned by leases", size(pool.pinned_bytes)], ["also on devices", size(pool.doubled_bytes ?? 0)], ["runs of free pages", count(pool.free_runs)],
     ["blocks", `${count(pool.blocks)} found, ${count(pool.blocks_writing)} being written, ${count(pool.blocks_hidden)} waiting for a parent`],
   ]);
-  showEviction(status.eviction);
+  showEviction(status);
   const evicted = { ...status.evictions };
   const total = Object.values(evicted).reduce((one, other) => one + other, 0);
   bars("evictions", [...named(evicted, total, "e"), ...(total ? [{ name: "never read", share: status.evicted_unread / total, value: `${count(status.evicted_unread)} (${ratio(status.evicted_unread, total)})`, style: "f" }] : [])], "Nothing has been evicted.");
@@ -148,11 +148,14 @@ function drawCharts() {
   CHARTS.forEach((chart) => chart.draw(now, chart === CHARTS[3] ? data.status.pool.bytes : chart.most));
 }
 
-function showEviction({ by_age, declined_blocks }) {
+function showEviction({ eviction: { by_age, declined_blocks }, evictions, evicted_early: early, hindsight }) {
+  const evicted = Object.values(evictions).reduce((one, other) => one + other, 0), asked = hindsight?.requested_blocks;
   const way = by_age ? "The least recently used blocks are evicted: in the sample, that finds more than eviction by worth."
     : "The blocks that are worth least are evicted.";
   tell(id("eviction"), [
     way, ...(declined_blocks ? [`Blocks not stored, because they were worth less than each cached one: ${count(declined_blocks)}.`] : []),
+    ...(early ? [`Evicted, and asked for within a minute: ${count(early)} (${ratio(early, evicted)} of the evicted).`] : []),
+    ...(asked ? [`Hits in a sample of the last ${duration(hindsight.seconds)}: ${ratio(hindsight.hit_blocks, asked)}; a policy that knows the future: ${ratio(hindsight.optimum_blocks, asked)}.`] : []),
   ].join(" "));
 }
 
