@@ -1,7 +1,7 @@
 """What users of two OpenAI servers of one model get, on one GPU: agents whose sessions alternate between the servers.
 
     python tests/bench/agents.py [--cases none,native,simple,lmcache,ours] [--gib 48] [--device-gib 10] [--toy]
-                                 [--engines 2] [--agents 24] [--think 0] [--stay] [--together] [--json FILE]
+                                 [--engines 2] [--agents 24] [--stay] [--together] [--json FILE]
                                  [--settings 'gate=off']...
 
 Every prompt begins with what all agents share; then each turn adds what its agent's tool has said. The next turn is
@@ -139,17 +139,14 @@ class Servers:
             finish(process, 20)
 
 
-async def wave(servers: Servers, load: Load, think: float, stay: bool) -> dict[str, Any]:
-    """Let all agents have their session, at once; each tool takes about `think` seconds. Sessions `stay` at one engine,
-    or alternate."""
+async def wave(servers: Servers, load: Load, stay: bool) -> dict[str, Any]:
+    """Let all agents have their session, at once. Sessions `stay` at one engine, or alternate."""
 
     async def session(agent: int, prompts: list[list[int]]) -> list[Answer]:
-        draw, answers = random.Random(agent), []
-        for turn, prompt in enumerate(prompts):
-            await asyncio.sleep(think * draw.uniform(0.5, 1.5))
-            engine = agent if stay else agent + turn
-            answers.append(await servers.ask(engine % len(servers.ports), prompt, load.answer))
-        return answers
+        return [
+            await servers.ask((agent if stay else agent + turn) % len(servers.ports), prompt, load.answer)
+            for turn, prompt in enumerate(prompts)
+        ]
 
     begin = time.perf_counter()
     found = await asyncio.gather(*(session(agent, prompts) for agent, prompts in enumerate(load.sessions())))
@@ -217,7 +214,7 @@ async def play(case: Case, folder: Path, options: argparse.Namespace, load: Load
             if options.together:
                 found = [await together(servers, load, turn) for turn in range(2 + options.waves)]
                 return {"together": found[2:]}
-            waves = [await wave(servers, load, options.think, options.stay) for _ in range(options.waves)]
+            waves = [await wave(servers, load, options.stay) for _ in range(options.waves)]
             return {"first": waves[0], "again": sorted(waves[1:], key=lambda each: float(each["seconds"]))}
         finally:
             await servers.close()
@@ -242,7 +239,6 @@ def main() -> None:
     parser.add_argument("--agents", type=int, default=24)
     parser.add_argument("--turns", type=int, default=8)
     parser.add_argument("--answer", type=int, default=24, help="tokens")
-    parser.add_argument("--think", type=float, default=0, help="seconds that a tool takes")
     parser.add_argument("--stay", action="store_true", help="a session asks one engine only")
     parser.add_argument("--together", action="store_true")
     parser.add_argument("--starts", action="store_true")

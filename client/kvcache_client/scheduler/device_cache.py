@@ -45,7 +45,7 @@ class _Held:
     use: _Use
     done: bool
     hits: int
-    source: tuple[RequestState, int] | None
+    source: tuple[RequestState, int] | None = None
 
 
 @dataclass(slots=True)
@@ -133,21 +133,26 @@ class DeviceCache(Eager):
         use = self._uses.setdefault(state.id, _Use(0.0))
         use.at, done = self._clock(), saved and not self.reports
         for slot in range(first, end):
-            key, hits = keys[slot], 0
+            key = keys[slot]
             if (held := self._held.get(key)) is not None:
                 if held.done and not self.reports:
                     continue
-                hits = held.hits + found
-                self._drop(key)
-                if hits >= HITS and self._lazy and not held.done:
+                held.hits += found
+                if held.hits >= HITS and self._lazy and not held.done:
                     self._hot.append(key)
             blocks = self._group.slot_blocks(state.tables, slot, slot + 1)
-            if len(blocks) < width:
-                break
-            theirs = hashes[slot * width : (slot + 1) * width]
-            source = (state, slot) if self._events else None
-            self._held[key] = _Held(key, keys[slot - 1] if slot else None, blocks, theirs, use, done, hits, source)
-            self._keys.update(dict.fromkeys(blocks, key))
+            if held is None or held.blocks != blocks:
+                if held is not None:
+                    self._drop(key)
+                if len(blocks) < width:
+                    break
+                theirs, above = hashes[slot * width : (slot + 1) * width], keys[slot - 1] if slot else None
+                hits = held.hits if held is not None else 0
+                held = self._held[key] = _Held(key, above, blocks, theirs, use, done, hits)
+                self._keys.update(dict.fromkeys(blocks, key))
+            held.use, held.done = use, done
+            if self._events:
+                held.source = state, slot
         return self._lazy
 
     def found(self, state: RequestState, tokens: int) -> None:

@@ -9,7 +9,7 @@ refused.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from kvcache_server.core.eviction.fair_share import FairShare
@@ -58,14 +58,14 @@ class Due:
     def __init__(self, capacity: int, fair_share: FairShare) -> None:
         self.waiting: dict[int, dict[Waiting, None]] = {}
         self._capacity, self._fair_share = capacity, fair_share
-        self._requests: dict[tuple[str, str], Waiting] = {}  # by engine and name
+        self._requests: dict[str, dict[str, Waiting]] = {}  # by engine and name
         self._last = 0
 
     def announce(self, request: str, each: Waiting) -> bool:
         """Note a request that waits. Return False if it is beyond the bounds, and not due."""
         engine = each.session.engine.name
         former = self.end(engine, request)
-        others = [other for (name, _), other in self._requests.items() if name == engine]
+        others = self._requests.get(engine, {}).values()
         for other in others:
             each.share(other)
         engines = len({share.engine for share in self._fair_share.shares if share.live})
@@ -74,18 +74,21 @@ class Due:
             return False
         self._last += 1
         each.number = former.number if former else self._last
-        self._requests[engine, request] = each
+        self._requests.setdefault(engine, {})[request] = each
         for block in each.blocks:
             self.waiting.setdefault(id(block), {})[each] = None
         return True
 
     def end(self, engine: str, request: str) -> Waiting | None:
         """Note that a request does not wait any more; return it if it was due."""
-        each = self._requests.pop((engine, request), None)
+        requests = self._requests.get(engine, {})
+        each = requests.pop(request, None)
         if each is not None:
+            if not requests:
+                del self._requests[engine]
             for block in each.blocks:
                 self._leave(each, block)
-            sharing = [other for other in self._requests.values() if other.other is each]
+            sharing = [other for other in requests.values() if other.other is each]
             heir = max(sharing, key=lambda other: other.shared, default=None)  # counts what the others share
             for other in sharing:
                 other.other = heir
@@ -94,7 +97,8 @@ class Due:
         return each
 
     def end_if(self, over: Callable[[Waiting], bool]) -> None:
-        for engine, request in [key for key, each in self._requests.items() if over(each)]:
+        found = [(engine, name) for engine, each in self._requests.items() for name in each if over(each[name])]
+        for engine, request in found:
             self.end(engine, request)
 
     def worth(self, block: Block) -> float:
@@ -125,10 +129,13 @@ class Due:
 
     def check(self) -> None:
         """Raise AssertionError unless `waiting` is what the requests say."""
-        named = {(id(block), each) for each in self._requests.values() for block in each.blocks}
+        named = {(id(block), each) for each in self._all() for block in each.blocks}
         assert named == {(block, each) for block, waiting in self.waiting.items() for each in waiting}, "a stale mark"
 
     @property
     def bytes(self) -> int:
         """Bytes of cached blocks that are due, once per engine."""
-        return sum(max(each.depth - each.shared, 0) * each.group.allocated_bytes for each in self._requests.values())
+        return sum(max(each.depth - each.shared, 0) * each.group.allocated_bytes for each in self._all())
+
+    def _all(self) -> Iterator[Waiting]:
+        return (each for requests in self._requests.values() for each in requests.values())

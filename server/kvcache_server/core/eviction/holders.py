@@ -47,9 +47,11 @@ class Holders:
         self.reports = False
         self._namespaces: dict[int, _Routing] = {}
 
-    def update(self, share: Share, reports: bool | None = None) -> None:
-        """Note that an engine has joined its namespace, or left it if the share is not live; `reports`, unless None, is
-        whether it reports what its device evicts."""
+    def update(self, share: Share, reports: bool) -> None:
+        """Note that a session has joined the namespace, or that the engine has left it if the share is not live.
+
+        `reports`: the session reports what the engine's device evicts. Its ranks do not.
+        """
         routing = self._namespaces.setdefault(share.namespace, _Routing())
         if not share.live:
             routing.shares.discard(share)
