@@ -88,8 +88,9 @@ test-all: test test-long
 	@$(MAKE) --no-print-directory test-vllm-others test-vllm-old test-npu-old test-ascend
 
 # $(call tested,COMMAND) runs pytest, and what failed once more, by itself: real processes beside many others may come too
-# late. What fails twice counts; what fails once is in the output.
-tested = $(1) || { test $$? = 1 && echo "once more, by itself, what failed:" && $(1) --last-failed --numprocesses=0; }
+# late. What fails twice counts; what fails once is in the output. `-m ""`: of a test of which only some cases are there,
+# none is marked `long`.
+tested = $(1) || { test $$? = 1 && echo "once more, by itself, what failed:" && $(1) --last-failed --numprocesses=0 -m ""; }
 
 # Most of these tests wait most of the time: four processes, and beside them those that are one process each. The `+` lets
 # make show at once what they print.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -42,7 +43,9 @@ def test_terminated_commands_leave_nothing_behind(
         text=True,
         start_new_session=True,
     ) as process:
-        assert process.stdout is not None and any(started in line for line in process.stdout)
+        assert process.stdout is not None
+        before = list(itertools.takewhile(lambda line: started not in line, process.stdout))
+        assert list(short_folder.iterdir()), before
         (folder,) = short_folder.iterdir()
         process.send_signal(signum)
         assert process.wait(60) == 128 + signum

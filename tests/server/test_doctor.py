@@ -97,10 +97,10 @@ def test_host_and_software_are_reported_with_figures() -> None:
 def test_a_low_limit_on_locked_memory_and_no_daemon_yet(short_folder: Path) -> None:
     """Neither is a failure: the region stays unlocked, and no daemon is expected yet."""
     short_folder.chmod(0o755)
-    found = report("host", "endpoint", nobody=True, XDG_RUNTIME_DIR=str(short_folder))
+    found = report("host", "endpoint", nobody=True, XDG_RUNTIME_DIR=str(short_folder), KVCACHE_SIZE="64MiB")
     assert found.code == 0, found
     assert found.verdict("locked memory") == "slow"
-    assert "limit 64.0 KiB: a region of 4.0 GiB stays unlocked" in found.findings["locked memory"]["figure"]
+    assert "limit 64.0 KiB: a region of 64.0 MiB stays unlocked" in found.findings["locked memory"]["figure"]
     assert "ulimit -l" in found.findings["locked memory"]["cure"]
     assert found.verdict("daemon") == "untested"
     assert "kvcache-server serve --endpoint" in found.findings["daemon"]["cure"]
