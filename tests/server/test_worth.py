@@ -205,6 +205,19 @@ def test_no_account_loses_blocks_to_others_below_its_floor(seed: int, others: in
     assert cache.eviction.evictions and quiet.hits(mine) >= 20
 
 
+def test_of_prompts_that_nobody_has_repeated_yet_the_last_ones_stay() -> None:
+    """How old they are is no reason to keep them before blocks have returned at any age."""
+    cache = make_cache(124)
+    engine = Engine(cache, "one")
+    prompts = [chain(f"{number} ", 16) for number in range(100)]
+    for prompt in prompts:
+        engine.now += 0.02
+        engine.hits(prompt)
+        assert not any(engine.store(prompt))
+    assert not cache.eviction.declined and cache.eviction.evictions["room"] > 1400
+    assert sum(engine.hits(prompt) for prompt in prompts[-10:]) > 60
+
+
 @pytest.mark.parametrize("model", ["model", "another"])
 def test_a_stream_that_nobody_reads_stays_at_its_floor_even_by_age(model: str) -> None:
     cache = make_cache(124)

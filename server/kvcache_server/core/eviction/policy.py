@@ -12,7 +12,8 @@ from kvcache_server.core.eviction.due import Due
 from kvcache_server.core.eviction.fair_share import FairShare
 from kvcache_server.core.eviction.holders import Holders
 from kvcache_server.core.eviction.learner import Learner
-from kvcache_server.core.eviction.ranking import Ranking
+from kvcache_server.core.eviction.ranking import Entry, Ranking
+from kvcache_server.core.eviction.worth import ENOUGH
 from kvcache_server.core.index import (
     CLASS_MASK,
     CLASSES,
@@ -145,7 +146,7 @@ class Eviction:
         of_use = cls == CLASSES or share.bytes < share.floor
         while self._left > 0:
             least = self.ranking.least()
-            if least is not None and not of_use and self._declines(account, cls, used, least[0]):
+            if least is not None and not of_use and self._declines(account, cls, used, least):
                 return Refusal.NO_SPACE
             if least is None:
                 least = self.ranking.least_of([account])  # although it has no more than its floor
@@ -159,10 +160,16 @@ class Eviction:
                 return pool.free.take(pages) or Refusal.NO_SPACE
         return Refusal.NO_SPACE
 
-    def _declines(self, account: Account, cls: int, used: int, least: float) -> bool:
+    def _declines(self, account: Account, cls: int, used: int, least: Entry) -> bool:
         """Return True if a block is worth less than those to be evicted for it, and of no use to a tier; if so, count
-        it."""
-        if self.ranking.worth_of_new(account, cls, used) >= least or (
+        it.
+
+        Of two blocks that differ only in age, the new one is taken until enough blocks have returned to know better.
+        """
+        _, tick, _, leaf = least
+        if self.learner.worths.returns < ENOUGH and leaf.account is account and not (tick ^ cls) & CLASS_MASK:
+            return False
+        if self.ranking.worth_of_new(account, cls, used) >= least[0] or (
             self.tiers and self.tiers.will_store(account, cls & CLASS_MASK)
         ):
             return False

@@ -173,7 +173,8 @@ class LifeTable:
 
 class Worths:
     """Attributes: `weights` are those of the prediction by pace, per class. `returning` is the fraction of blocks
-    requested once that are requested again, by the ages seen; at first 0."""
+    requested once that are requested again, by the ages seen; at first 0. `returns` is how many watched blocks have
+    been requested again."""
 
     def __init__(self) -> None:
         self._by_age, self._by_pace = LifeTable(AGES), LifeTable(RATIOS)
@@ -181,6 +182,7 @@ class Worths:
         self._leads = [0.0] * CLASSES  # of the prediction by pace: the mean of its log-likelihood less the other's
         self._compared = [0] * CLASSES  # outcomes
         self._counted = 0.0
+        self.returns = 0
         self.refresh((), (), 0)
 
     def worth(self, tick: int, now: int, share: Share) -> float:
@@ -196,6 +198,7 @@ class Worths:
     def returned(self, tick: int, now: int, share: Share) -> None:
         """Count a block of `share` as requested again."""
         at = self._count(tick, now, True)
+        self.returns += 1
         if not tick & CLASS_MASK:
             share.returned += 1
             self._expect(share, at)
