@@ -59,6 +59,11 @@ class Runs(NamedTuple):
     offsets: Addresses
     sizes: Addresses
 
+    def locate(self, inside: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Return the offsets in the region of bytes at the offsets `inside`."""
+        run = np.searchsorted(self.begins, inside, side="right") - 1
+        return np.where(run < 0, inside, (self.offsets - self.begins).astype(np.int64)[run] + inside)
+
     def translate(self, spans: Spans, base: int) -> Spans:
         """Return `spans` so that each piece lies in the region, whose first byte is at address `base` of the host."""
         while True:

@@ -13,7 +13,7 @@ from kvcache_client.scheduler.lookups import Lookups
 from kvcache_client.scheduler.requests import LookupResult, RequestState, follow_blocks
 from kvcache_client.scheduler.views import Group, NewTable, RequestView, StepView, Table
 from kvcache_client.session.counters import Counters
-from kvcache_client.worker.places import Places, without_nulls
+from kvcache_client.worker.places import Column, Places, without_nulls
 from kvcache_proto.types import REF_BYTES, SUFFIX, BlockRef, GroupSpec
 
 # Slots of 4 tokens. Full attention has blocks of 2 tokens, in two groups of the engine; windows of 6 have blocks of 4.
@@ -226,7 +226,7 @@ def test_a_preempted_request_does_not_part_from_what_it_has_saved_itself() -> No
 
 
 def test_a_null_block_is_not_filled() -> None:
-    places = Places(100, [(0, 8, 2), (1, 16, 1)])
+    places = Places(100, [Column(0, 8, 2), Column(1, 16, 1)])
     pieces = without_nulls(places.cut(np.array([1000, 2000]), [0, 5, 0, 6, 7, 9]))
     assert [(each.layout, each.blocks.tolist(), each.offsets.tolist()) for each in pieces] == [
         (0, [5, 6, 7], [1108, 2100, 2108]),

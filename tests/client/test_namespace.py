@@ -15,6 +15,7 @@ from kvcache_client.engines.vllm.groups import writes_early
 from kvcache_client.engines.vllm.identity import (
     RuntimeFacts,
     Share,
+    Stored,
     directory_digest,
     has_experts,
     namespace_spec,
@@ -88,9 +89,15 @@ def kv_cache_config(spec: Any = None, groups: int = 1, **facts: Any) -> Any:
     )
 
 
-def spec_of(vllm: Any = None, cache: Any = None, here: RuntimeFacts = HERE, **options: Any) -> NamespaceSpec:
-    options = {"blocks_per_slot": 1, "engine_id": "e", **options}
-    return namespace_spec(vllm or vllm_config(), cache or kv_cache_config(), here, **options)
+def spec_of(
+    vllm: Any = None,
+    cache: Any = None,
+    here: RuntimeFacts = HERE,
+    engine_id: str = "e",
+    weights: str = "",
+    **stored: Any,
+) -> NamespaceSpec:
+    return namespace_spec(vllm or vllm_config(), cache or kv_cache_config(), here, Stored(**stored), engine_id, weights)
 
 
 def test_geometry_follows_the_cache() -> None:

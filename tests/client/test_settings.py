@@ -31,6 +31,7 @@ def test_every_field_can_be_given() -> None:
         "on_reset": "step-13",
         "gate": "off",
         "overlap": "off",
+        "compress": "auto",
         "multimodal": "off",
         "verify": "all",
         "canary_every": 100,

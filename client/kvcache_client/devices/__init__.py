@@ -170,10 +170,16 @@ class Device(abc.ABC):
 
 
 def open_device(
-    kind: str, fragments: Sequence[Fragment], num_blocks: int, keep: Sequence[Any] = (), ends: Sequence[int] = ()
+    kind: str,
+    fragments: Sequence[Fragment],
+    num_blocks: int,
+    keep: Sequence[Any] = (),
+    ends: Sequence[int] = (),
+    compress: bool = False,
 ) -> Device:
     """Return the device for tensors on `kind`, such as "cpu". It holds references to the tensors, `keep`. `ends` are
-    the ends of a block's sections in its slot, in bytes, if it has any.
+    the ends of a block's sections, in raw bytes, if it has any. With `compress`, slots contain what
+    `compression.compress` makes of blocks.
 
     Raises Unsupported for a kind that this version cannot copy from, CopyError if a supported device does not work,
     ConfigError for a wrong setting in the environment.
@@ -181,11 +187,13 @@ def open_device(
     if kind == "cpu":
         from kvcache_client.devices.cpu import CpuDevice
 
-        return CpuDevice(fragments, num_blocks, keep, ends)
+        return CpuDevice(fragments, num_blocks, keep, ends, compress)
     if kind == "cuda":
         from kvcache_client.devices.cuda import open_cuda
 
-        return open_cuda(fragments, num_blocks, keep, ends)
+        return open_cuda(fragments, num_blocks, keep, ends, compress)
+    if compress:
+        raise Unsupported(f"KV cache on {kind!r}: this version does not compress there")
     if kind == "npu":
         from kvcache_client.devices.npu import open_npu
 

@@ -21,7 +21,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvcache_client.devices import Device, Job, Memory, check_job
+from kvcache_client import compression
+from kvcache_client.devices import Device, Job, Memory, Scratch, check_job
 from kvcache_client.devices.layout import Fragment, Section, sections
 
 logger = logging.getLogger("kvcache_client.devices")
@@ -34,13 +35,20 @@ class CpuDevice(Device):
     """The naive implementation that the other devices are compared with."""
 
     def __init__(
-        self, fragments: Sequence[Fragment], num_blocks: int, keep: Sequence[Any] = (), ends: Sequence[int] = ()
+        self,
+        fragments: Sequence[Fragment],
+        num_blocks: int,
+        keep: Sequence[Any] = (),
+        ends: Sequence[int] = (),
+        compress: bool = False,
     ) -> None:
-        """`keep` are the tensors that the fragments are in; torch's, or numpy's. `ends` as in `open_device`."""
+        """`keep` are the tensors that the fragments are in; torch's, or numpy's. The rest as in `open_device`."""
         self._keep, self._blocks = keep, num_blocks
-        parts = sections(fragments, ends)
-        self._sections = [_Views.of(part, num_blocks, keep) for part in parts]
-        self._end = parts[0].bytes
+        raw = sections(fragments, ends)
+        self._sections = [_Views.of(part, num_blocks, keep) for part in raw]
+        self._raw = raw if compress else []
+        self._stored = sections(fragments, ends, compress)
+        self._end = self._stored[0].bytes
         self._region_bytes = 0
         self._helpers = futures.ThreadPoolExecutor(2, "kvcache-copy")
         self._saver = _Queue("kvcache-save", self._share)
@@ -101,6 +109,30 @@ class CpuDevice(Device):
                 other.result()
 
     def _copy(self, job: Job, part: slice) -> None:
+        if self._raw:
+            self._copy_compressed(job, part)
+        else:
+            self._move(job, part)
+
+    def _copy_compressed(self, job: Job, part: slice) -> None:
+        """Copy block by block, by way of its raw bytes."""
+        whole, (begin, size, _), (at, stored, _) = self._raw[0].bytes, self._raw[job.section], self._stored[job.section]
+        region, raw = np.frombuffer(job.region.buffer, dtype=np.uint8), Scratch(whole)
+        for block, offset in zip(job.blocks[part].tolist(), job.offsets[part].tolist(), strict=True):
+            here = Job(raw, np.array([block]), np.zeros(1, np.int64), job.ended, section=job.section)
+            here.saves = job.saves
+            pieces = job.pieces(offset + at, stored)
+            if job.saves:
+                self._move(here, slice(None))
+                data = compression.compress(raw.words[None])[0]
+                for place, some in pieces:
+                    region[place : place + some], data = data[:some], data[some:]
+            else:
+                data = np.concatenate([region[place : place + some] for place, some in pieces])
+                raw.words[begin : begin + size] = compression.decompress(data[None], whole, begin, begin + size)[0]
+                self._move(here, slice(None))
+
+    def _move(self, job: Job, part: slice) -> None:
         region, base = np.frombuffer(job.region.buffer, dtype=np.uint8), job.region.address
         saves, end, move, copy = job.saves, job.region.bytes, ctypes.memmove, np.copyto
         even, single = views = self._sections[job.section]

@@ -13,8 +13,9 @@ import torch
 
 from kvcache_client.devices import CopyError, Unsupported
 from kvcache_client.devices.copy_paths import Path, Staged, Straight
+from kvcache_client.devices.cuda_compression import Compressing
 from kvcache_client.devices.cuda_driver import Driver
-from kvcache_client.devices.cuda_kernels import CudaPacker, find_compiler
+from kvcache_client.devices.cuda_kernels import Copying, CudaPacker, find_compiler
 from kvcache_client.devices.layout import Fragment, Section, sections
 from kvcache_client.devices.runtime import Handle
 from kvcache_client.devices.streams import Paths, StreamDevice
@@ -26,29 +27,35 @@ _SMALLEST_STAGE = 1 << 20
 
 
 def open_cuda(
-    fragments: Sequence[Fragment], num_blocks: int, keep: Sequence[Any], ends: Sequence[int] = ()
+    fragments: Sequence[Fragment],
+    num_blocks: int,
+    keep: Sequence[Any],
+    ends: Sequence[int] = (),
+    compress: bool = False,
 ) -> StreamDevice:
     """Return the device of the tensors `keep`. Raises the errors of `open_device`."""
     if torch.version.hip is not None:
         raise Unsupported("KV cache on ROCm: this version copies only from 'cpu' and NVIDIA's 'cuda'")
     tuning = read_tuning()
     device = keep[0].device
-    parts = sections(fragments, ends)
+    parts = sections(fragments, ends, compress)
     slot, smallest = parts[0].bytes, min(fragment.bytes for fragment in fragments)
     with torch.cuda.device(device):
         torch.cuda.synchronize()  # makes the context, if there is none yet
         driver = Driver()
         held: list[torch.Tensor] = []  # our own device memory
         packer = None
-        if smallest < tuning.staged_below:
+        if compress or smallest < tuning.staged_below:
             try:
-                packer = _packer(driver, device, parts, tuning, held)
+                packer = _packer(driver, device, parts, tuning, held, compress)
                 buffers, size = _stage(device, tuning.stage_bytes, slot, held)
             except (CopyError, torch.cuda.OutOfMemoryError) as error:
                 if packer is not None:
                     packer.close()
                 packer = None
                 held.clear()
+                if compress:
+                    raise CopyError(f"no compression: {error}; set `compress: off`") from None
                 logger.warning(
                     "no staging for KV fragments of %d bytes: each is copied by itself, which is much slower: %s",
                     smallest,
@@ -75,7 +82,12 @@ def open_cuda(
 
 
 def _packer(
-    driver: Driver, device: torch.device, parts: Sequence[Section], tuning: Tuning, held: list[torch.Tensor]
+    driver: Driver,
+    device: torch.device,
+    parts: Sequence[Section],
+    tuning: Tuning,
+    held: list[torch.Tensor],
+    compress: bool,
 ) -> CudaPacker:
     properties = torch.cuda.get_device_properties(device)
     # torch brings NVRTC, under its versioned name and as a dependency of one of torch's own libraries.
@@ -88,7 +100,8 @@ def _packer(
         torch.cuda.synchronize(device)
         return int(held[-1].data_ptr())
 
-    return CudaPacker(driver, compiler, parts, upload, tuning.bursts * properties.multi_processor_count)
+    program = Compressing(parts) if compress else Copying(parts)
+    return CudaPacker(driver, compiler, program, upload, tuning.bursts * properties.multi_processor_count)
 
 
 def _stage(device: torch.device, size: int, slot: int, held: list[torch.Tensor]) -> tuple[list[int], int]:

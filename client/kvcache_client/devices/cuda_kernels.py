@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import math
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -108,38 +109,63 @@ def find_compiler(candidates: Sequence[str], architecture: int) -> Compiler:
     raise CopyError(f"no NVRTC in {', '.join(candidates)}")
 
 
-class CudaPacker:
-    """Moves blocks of one cache, whose fragments lie as given by `sections`."""
+Upload = Callable[[npt.NDArray[np.int64]], int]  # puts a table into device memory and returns its address
 
-    most = MOST_BLOCKS
 
-    def __init__(
-        self,
-        driver: Driver,
-        compiler: Compiler,
-        sections: Sequence[Section],
-        upload: Callable[[npt.NDArray[np.int64]], int],
-        most_thread_blocks: int,
-    ) -> None:
-        """`upload` puts a table into device memory and returns its address. Raises CopyError."""
-        self._driver, self._grid = driver, most_thread_blocks
+class Program(ABC):
+    """The kernels `gather` and `scatter`, and the tables that tell them where the fragments of a block are."""
+
+    source: str
+    macros: dict[str, object]
+
+    @abstractmethod
+    def tables(self, upload: Upload) -> list[tuple[list[tuple[int, int, int, int]], int]]:
+        """Return the pieces of each section, and its bytes in a slot."""
+
+
+class Copying(Program):
+    """Copies the fragments of a block as they are."""
+
+    source = _SOURCE
+
+    def __init__(self, sections: Sequence[Section]) -> None:
+        self._sections = sections
         word = _common_word([fragment for section in sections for fragment in section.fragments])
-        pieces: list[tuple[int, int, int, int]] = []
+        self.macros = {"UNROLL": 4, "Word": _WORDS[word]}
+
+    def tables(self, upload: Upload) -> list[tuple[list[tuple[int, int, int, int]], int]]:
         found = []
-        for section in sections:
-            first, offset = len(pieces), 0
+        for section in self._sections:
+            pieces, offset = [], 0
             for fragment in section.fragments:
                 for begin in range(0, fragment.bytes, PIECE):
                     size = min(PIECE, fragment.bytes - begin)
                     pieces.append((fragment.pointer + begin, fragment.stride, offset + begin, size))
                 offset += fragment.bytes
-            found.append((first, len(pieces) - first, section.bytes))
-        options = {"MOST_BLOCKS": MOST_BLOCKS, "THREADS": THREADS, "UNROLL": 4, "Word": f"{_WORDS[word]}"}
-        image = compiler.compile(_SOURCE, [f"--define-macro={name}={value}" for name, value in options.items()])
+            found.append((pieces, section.bytes))
+        return found
+
+
+class CudaPacker:
+    """Moves blocks of one cache by the kernels of a program."""
+
+    most = MOST_BLOCKS
+
+    def __init__(
+        self, driver: Driver, compiler: Compiler, program: Program, upload: Upload, most_thread_blocks: int
+    ) -> None:
+        """Raises CopyError."""
+        self._driver, self._grid = driver, most_thread_blocks
+        options = {"MOST_BLOCKS": MOST_BLOCKS, "THREADS": THREADS} | program.macros
+        image = compiler.compile(program.source, [f"--define-macro={name}={value}" for name, value in options.items()])
         self._module = driver.load_module(image)
         self._gather, self._scatter = (driver.function(self._module, name) for name in ("gather", "scatter"))
-        table = upload(np.array(pieces, np.int64))
-        self._arguments = [_Arguments(table + first * _PIECE_BYTES, number, size) for first, number, size in found]
+        tables = program.tables(upload)
+        table = upload(np.array([piece for pieces, _ in tables for piece in pieces], np.int64))
+        self._arguments = []
+        for pieces, size in tables:
+            self._arguments.append(_Arguments(table, len(pieces), size))
+            table += len(pieces) * _PIECE_BYTES
 
     def launch(
         self, gather: bool, blocks: npt.NDArray[np.int64], buffer: int, stream: Handle, section: int = 0

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from kvcache_client import compression
 from kvcache_proto.errors import ConfigError
 
 
@@ -181,8 +182,11 @@ def layer_ends(layers: Iterable[Iterable[Tensor]], num_blocks: int, parts: int =
     return ends
 
 
-def sections(fragments: Sequence[Fragment], ends: Sequence[int]) -> list[Section]:
-    """Return the whole block as a section, and then its parts: each up to one of `ends`."""
+def sections(fragments: Sequence[Fragment], ends: Sequence[int], compress: bool = False) -> list[Section]:
+    """Return the whole block as a section, and then its parts: each up to one of `ends`, in raw bytes.
+
+    With `compress`, `ends` are those of pieces, and sections have the places and sizes of stored blocks.
+    """
     found = [Section(0, sum(fragment.bytes for fragment in fragments), fragments)]
     left, at, begin = deque(fragments), 0, 0
     for end in ends:
@@ -196,4 +200,10 @@ def sections(fragments: Sequence[Fragment], ends: Sequence[int]) -> list[Section
             at += size
         found.append(Section(begin, end - begin, inside))
         begin = end
-    return found
+    return [_stored(section, found[0].bytes) for section in found] if compress else found
+
+
+def _stored(section: Section, raw_bytes: int) -> Section:
+    """Return the section of a stored block; the first ones begin with its header."""
+    begin = compression.place(raw_bytes, section.begin) if section.begin else 0
+    return Section(begin, compression.place(raw_bytes, section.begin + section.bytes) - begin, section.fragments)

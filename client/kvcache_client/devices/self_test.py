@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from kvcache_client import compression
 from kvcache_client.devices import CopyError, Device, Job, Scratch
 from kvcache_client.devices.layout import Fragment
 
@@ -17,14 +18,21 @@ _GUARD = 4096  # bytes before and behind each slot that a copy must leave alone
 _SECONDS = 30.0
 
 
-def check_copies(device: Device, fragments: Sequence[Fragment], num_blocks: int, ends: Sequence[int] = ()) -> None:
+def check_copies(
+    device: Device,
+    fragments: Sequence[Fragment],
+    num_blocks: int,
+    ends: Sequence[int] = (),
+    compress: bool = False,
+) -> None:
     """Save two blocks of known bytes and load two others, before the engine uses its cache; then restore them.
 
-    Two more are loaded section by section, if a block has sections: `ends` as in `open_device`.
+    Two more are loaded section by section, if a block has sections: `ends` and `compress` as in `open_device`.
 
     Raises CopyError, with the fault, unless every byte arrives and no byte beside them changes.
     """
-    slot = sum(fragment.bytes for fragment in fragments)
+    raw = sum(fragment.bytes for fragment in fragments)
+    slot = compression.stored_bytes(raw) if compress else raw
     blocks = [0, num_blocks - 1] if num_blocks > 1 else [0]
     pitch = -(-slot // mmap.PAGESIZE) * mmap.PAGESIZE + 2 * _GUARD
     scratch = Scratch(pitch * len(blocks))
@@ -44,11 +52,16 @@ def check_copies(device: Device, fragments: Sequence[Fragment], num_blocks: int,
             raise CopyError(f"self-test: a {'save' if saves else 'load'} failed: {job.error}")
 
     def fill(words: npt.NDArray[np.uint8]) -> list[bytes]:
-        """Fill the slots with new bytes, and return them."""
-        new = [os.urandom(slot) for _ in blocks]
-        for offset, data in zip(offsets, new, strict=True):
-            words[offset : offset + slot] = np.frombuffer(data, np.uint8)
-        return new
+        """Fill the slots with new blocks, and return these."""
+        new = np.frombuffer(os.urandom(raw * len(blocks)), np.uint8).reshape(-1, raw)
+        if compress:
+            new = new.copy()
+            high, escape = new[:, 1::2], new[:, 1::256].copy()
+            high[:] = high & 0x83 | 0x3C  # values between 2 ** -7 and 2
+            high[:, ::128] = escape
+        for offset, data in zip(offsets, compression.compress(new) if compress else new, strict=True):
+            words[offset : offset + slot] = data
+        return [data.tobytes() for data in new]
 
     before = _read(device, fragments, blocks)
     try:

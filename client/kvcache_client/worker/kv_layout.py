@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+from kvcache_client import compression
 from kvcache_client.devices.layout import Fragment, Parts, Tensor, block_fragments, layer_ends, part_fragments
 from kvcache_client.session.region import Placed, Region
-from kvcache_client.worker.places import WHOLE, Places, RankFacts, Shards
+from kvcache_client.worker.places import WHOLE, Column, Places, RankFacts, Shards
 from kvcache_proto.errors import ConfigError
 from kvcache_proto.types import REF_BYTES, NamespaceSpec
+
+
+class BlockLayout(NamedTuple):
+    """The fragments of a block, or of a part of it, and whether they are stored compressed."""
+
+    fragments: list[Fragment]
+    compress: bool = False
 
 
 class KVLayout:
@@ -22,7 +30,9 @@ class KVLayout:
         self._by_head = shards.by_head
         part_bytes = facts.block_bytes // len(self.reads)
         # The tables of each group, as `Places` takes them.
-        self._columns = [] if facts.groups else [[(0, part_bytes, facts.blocks_per_slot)]]
+        self._columns: list[list[Column]] = []
+        if not facts.groups:
+            self._columns = [[_column(0, part_bytes, facts.blocks_per_slot, facts.compress)]]
         self.places: list[Places] = []  # of its blocks, by group
         self.follow(spec)
 
@@ -32,8 +42,8 @@ class KVLayout:
         begin, columns = self.reads[0], zip(spec.groups, self._columns, strict=False)
         self.places = [Places(group.shard_offset(begin), each, self.parts) for group, each in columns]
 
-    def read_caches(self, kv_caches: Mapping[str, Any], num_blocks: int) -> list[list[Fragment]]:
-        """Return the fragments of a block in each layout of the device's memory, and lay out the slots accordingly.
+    def read_caches(self, kv_caches: Mapping[str, Any], num_blocks: int) -> list[BlockLayout]:
+        """Return each layout of a block in the device's memory, and lay out the slots accordingly.
 
         Groups that overlay each other have the same layout. Raises ConfigError if the tensors do not match the facts.
         """
@@ -41,7 +51,7 @@ class KVLayout:
             return self._read_groups(kv_caches, num_blocks)
         fragments, self.parts = self._fragments(kv_caches.values(), num_blocks, self.facts.block_bytes)
         self.follow(self.spec)
-        return [fragments]
+        return [BlockLayout(fragments, self.facts.compress)]
 
     def _fragments(self, caches: Iterable[Any], num_blocks: int, block_bytes: int) -> tuple[list[Fragment], Parts]:
         """Return the fragments of a part of a block, and how the parts divide it."""
@@ -50,8 +60,8 @@ class KVLayout:
             return block_fragments(described, num_blocks, block_bytes), WHOLE
         return part_fragments(described, num_blocks, block_bytes // parts, parts, self._by_head)
 
-    def _read_groups(self, kv_caches: Mapping[str, Any], num_blocks: int) -> list[list[Fragment]]:
-        layouts: list[list[Fragment]] = []
+    def _read_groups(self, kv_caches: Mapping[str, Any], num_blocks: int) -> list[BlockLayout]:
+        layouts: list[BlockLayout] = []
         found: set[Parts] = set()
         self._columns = []
         for tables in self.facts.groups:
@@ -60,9 +70,10 @@ class KVLayout:
                 caches = [kv_caches[name] for name in table.layers]
                 fragments, parts = self._fragments(caches, num_blocks, table.block_bytes)
                 found.add(parts)
-                if fragments not in layouts:
-                    layouts.append(fragments)
-                columns.append((layouts.index(fragments), table.block_bytes // parts.number, table.blocks))
+                if (found_here := BlockLayout(fragments, table.compress)) not in layouts:
+                    layouts.append(found_here)
+                size = table.block_bytes // parts.number
+                columns.append(_column(layouts.index(found_here), size, table.blocks, table.compress))
             self._columns.append(columns)
         if len(found) > 1:
             raise ConfigError(f"the parts of KV tensors are not evenly spaced over groups: {found}")
@@ -86,6 +97,12 @@ class KVLayout:
         if len(refs) // REF_BYTES * self.places[group].columns < blocks:
             return None
         return region.place(refs, self.spec.groups[group].block_bytes)
+
+
+def _column(layout: int, part_bytes: int, blocks: int, compress: bool) -> Column:
+    if compress:
+        return Column(layout, compression.stored_bytes(part_bytes), blocks, part_bytes)
+    return Column(layout, part_bytes, blocks)
 
 
 def flatten(values: Iterable[Any]) -> Iterable[Any]:

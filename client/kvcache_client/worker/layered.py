@@ -27,17 +27,19 @@ _LOST = "a load has failed after its request was computed with it"
 _UNANNOUNCED = "the engine has computed with layers that it has not announced, while they were being loaded"
 
 
-def section_ends(layers: Sequence[int]) -> list[int]:
-    """Return the ends of a block's sections in its slot; [] if it is too small to be divided.
+def section_ends(layers: Sequence[int], every: int = 1) -> list[int]:
+    """Return the ends of a block's sections; [] if it is too small to be divided.
 
-    `layers` are the ends of the layers' KV. Each section has whole layers.
+    `layers` are the ends of the layers' KV. Each section has whole layers and, but for the last one, ends at a multiple
+    of `every` bytes.
     """
     count = min(MOST, layers[-1] // LEAST)
     if count < 2:
         return []
     ends: list[int] = []
     for end in layers:
-        if end * count >= layers[-1] * (len(ends) + 1) and end not in ends:
+        whole = end == layers[-1] or end % every == 0
+        if whole and end * count >= layers[-1] * (len(ends) + 1) and end not in ends:
             ends.append(end)
     return ends if len(ends) > 1 else []
 

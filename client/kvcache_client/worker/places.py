@@ -9,6 +9,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from kvcache_client import compression
+from kvcache_client.address_ranges import Runs
 from kvcache_client.devices.layout import Parts
 
 Numbers = npt.NDArray[np.int64]
@@ -45,8 +47,9 @@ class RankTable(NamedTuple):
     """A KV cache group of the engine, in the slots of a cached group."""
 
     layers: tuple[str, ...]  # their names
-    block_bytes: int  # that the rank stores per block of the group
+    block_bytes: int  # that the rank has per block of the group
     blocks: int  # of the group in a slot
+    compress: bool = False  # whether they are stored compressed
 
 
 @dataclass(frozen=True)
@@ -57,10 +60,11 @@ class RankFacts:
     attention.
     """
 
-    block_bytes: int  # that the rank stores per block of the engine; with `groups`, per block hash in the first one
+    block_bytes: int  # that the rank has per block of the engine; with `groups`, per block hash in the first one
     blocks_per_slot: int = 1  # blocks of the engine per cached block
     experts: bool = False  # whether the model routes tokens to experts
     groups: Sequence[Sequence[RankTable]] = ()
+    compress: bool = False  # whether blocks are stored compressed, in an engine without `groups`
     joins_later: bool = False  # with a plan's namespace. Until then, only this rank's sizes are right in the given one
 
 
@@ -72,25 +76,62 @@ class Piece(NamedTuple):
     offsets: Numbers
 
 
+class Column(NamedTuple):
+    """A table in the slots of a group: blocks, or parts of them, that take `bytes` bytes each."""
+
+    layout: int
+    bytes: int
+    blocks: int  # in a slot
+    raw: int = 0  # bytes before they were compressed; 0 if they are not
+
+
 class Places:
     """The places of one group: a slot contains the blocks of each table in turn, `columns` in all, of `bytes` bytes.
 
     If blocks are divided into parts, the rank has a shard for each, which contains that part of the blocks.
     """
 
-    def __init__(self, begin: int, tables: Sequence[tuple[int, int, int]], parts: Parts = WHOLE) -> None:
-        """The rank's shards begin at `begin` of a slot. A table is (layout, bytes of a part, blocks in a slot)."""
+    def __init__(self, begin: int, tables: Sequence[Column], parts: Parts = WHOLE) -> None:
+        """The rank's shards begin at `begin` of a slot. With `parts`, `tables` are of these."""
         inside: list[int] = []
         layouts: list[int] = []
+        headers: list[int] = []
         at = begin
-        for layout, size, count in tables:
+        for layout, size, count, raw in tables:
             inside += range(at, at + size * count, size)
             layouts += [layout] * count
+            for block in inside[-count:] if raw else ():
+                headers += range(block, block + compression.pieces_of(raw))
             at += size * count
+        self._tables, self._headers = tables, np.array(headers, np.int64)
         self._parts, self._part_bytes = parts, at - begin
         self.begin, self.bytes, self.columns = begin, parts.number * self._part_bytes, len(inside)
         self._inside: Numbers = np.array(inside, np.int64)
         self._layouts = {layout: np.flatnonzero(np.array(layouts) == layout) for layout in dict.fromkeys(layouts)}
+
+    def lost(self, region: memoryview, slots: Numbers, runs: Runs | None, parts: Sequence[int]) -> Numbers:
+        """Return the indices of saved `slots` with a block that could not be compressed.
+
+        `runs` translate offsets beyond the region's end; `parts` are those that were saved.
+        """
+        if not len(self._headers):
+            return np.empty(0, np.int64)
+        inside = (np.array(parts, np.int64)[:, None] * self._part_bytes + self._headers).ravel()
+        offsets = slots[:, None] + inside
+        if runs is not None:
+            offsets = runs.locate(offsets)
+        return np.flatnonzero(np.frombuffer(region, np.uint8)[offsets].any(axis=1))
+
+    def raw(self, shards: memoryview) -> memoryview:
+        """Return the blocks in `shards`, all of the rank's in a slot, as they were before they were compressed."""
+        if not len(self._headers):
+            return shards
+        found, at, stored = [], 0, np.frombuffer(shards, np.uint8)
+        for _, size, count, raw in [*self._tables] * self._parts.number:
+            blocks = stored[at : at + size * count].reshape(count, size)
+            found.append((compression.decompress(blocks, raw) if raw else blocks).tobytes())
+            at += size * count
+        return memoryview(b"".join(found))
 
     def cut(
         self, slots: npt.NDArray[np.integer], blocks: Sequence[int], skip: int = 0, parts: Sequence[int] | None = None

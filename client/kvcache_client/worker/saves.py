@@ -9,11 +9,12 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 import numpy as np
+from msgspec.structs import replace
 
 from kvcache_client.devices import Job, Scratch
 from kvcache_client.session.namespace import Namespace
 from kvcache_client.session.region import Region
-from kvcache_client.step_plan import SHIPPED, CheckJob, RankVerdicts, SaveJob
+from kvcache_client.step_plan import SHIPPED, CheckJob, RankVerdicts, SaveJob, pick_refs
 from kvcache_client.worker.rank import Rank, copy_pieces
 from kvcache_client.worker.tolerance import Format, find_format
 from kvcache_proto.types import REF_BYTES, Outcome
@@ -59,9 +60,32 @@ class Saves:
         with self._lock:
             self._stored.setdefault(job.request, _Stored()).jobs += 1
         parts = [shard - layout.reads[0] for shard in layout.writes]
-        pieces = layout.places[job.group].cut(placed.offsets, job.blocks, parts=parts)
-        copy_pieces(
-            rank.device.save, region, placed.runs, pieces, lambda done: self._ended(namespace, region, job, done)
+        places = layout.places[job.group]
+
+        def ended(done: Job) -> None:
+            lost = [] if done.error else places.lost(region.buffer, placed.offsets, placed.runs, parts).tolist()
+            self._ended(namespace, region, self._without(lost, namespace, job) if lost else job, done)
+
+        pieces = places.cut(placed.offsets, job.blocks, parts=parts)
+        copy_pieces(rank.device.save, region, placed.runs, pieces, ended)
+
+    def _without(self, lost: list[int], namespace: Namespace, job: SaveJob) -> SaveJob:
+        """Settle the blocks that could not be compressed, by their indices, as failed. Return the job without them."""
+        if not self._rank.counts.snapshot().get("blocks_not_compressed"):
+            logger.warning(
+                "rank %d: a block cannot be compressed, because its exponents differ too much, so it is not stored. If "
+                "blocks_not_compressed keeps rising, set `compress: off`",
+                self._rank.number,
+            )
+        self._rank.counts.add("blocks_not_compressed", len(lost))
+        self._report(namespace, job, [job.positions[index] for index in lost], Outcome.FAILED)
+        kept = [index for index in range(len(job.positions)) if index not in set(lost)]
+        summed = set(job.summed)
+        return replace(
+            job,
+            positions=[job.positions[index] for index in kept],
+            refs=pick_refs(job.refs, kept),
+            summed=[number for number, index in enumerate(kept) if index in summed],
         )
 
     def _ended(self, namespace: Namespace, region: Region, job: SaveJob, done: Job) -> None:
@@ -91,9 +115,8 @@ class Saves:
         else:
             written = layout.places[job.group].bytes * len(layout.writes) // len(layout.reads)
             rank.count_copy("saved_bytes", "save_us", len(job.positions) * written, done)
-        kept, place = self._verdicts, (job.region, job.reservation, job.positions)
-        then = None if kept is None else lambda found: kept.append(RankVerdicts(*place, list(map(int, found))))
-        namespace.settle(job.reservation, outcome, job.positions, region_id=job.region, then=then, sums=sums)
+        if job.positions:
+            self._report(namespace, job, job.positions, outcome, sums)
         with self._lock:
             stored = self._stored[job.request]
             stored.jobs -= 1
@@ -102,6 +125,14 @@ class Saves:
                 stored.blocks += len(job.positions)
             ended = self._take_stored(job.request, stored)
         self._log_stored(job.request, ended)
+
+    def _report(
+        self, namespace: Namespace, job: SaveJob, positions: list[int], outcome: Outcome, sums: bytes = b""
+    ) -> None:
+        """Settle some positions of a job."""
+        kept, place = self._verdicts, (job.region, job.reservation, positions)
+        then = None if kept is None else lambda found: kept.append(RankVerdicts(*place, list(map(int, found))))
+        namespace.settle(job.reservation, outcome, positions, region_id=job.region, then=then, sums=sums)
 
     def finish(self, request: str) -> None:
         """Log the stored blocks of a request that has no more saves, once its running saves have ended."""
@@ -169,6 +200,6 @@ class CanaryChecks:
                 rank.counts.add("canary_failed")
                 logger.warning("request %s: the blocks of its canary were not copied: %s", job.request, done.error)
             else:
-                rank.verifier.compare(namespace, region, job, scratch.buffer, form)
+                rank.verifier.compare(namespace, region, job, scratch.buffer, form, places.raw)
 
         copy_pieces(rank.device.save, scratch, None, pieces, ended)

@@ -97,8 +97,19 @@ class Verifier:
 
         self._loaded.submit(work)
 
-    def compare(self, namespace: Namespace, region: Region, job: CheckJob, computed: memoryview, form: Format) -> None:
-        """Compare the slots of `job` with the `computed` blocks of the engine, in order, on another thread."""
+    def compare(
+        self,
+        namespace: Namespace,
+        region: Region,
+        job: CheckJob,
+        computed: memoryview,
+        form: Format,
+        raw: Callable[[memoryview], memoryview],
+    ) -> None:
+        """Compare the slots of `job` with the `computed` blocks of the engine, in order, on another thread.
+
+        `raw` returns what was stored in a slot, or computed for one, as it was before it was compressed.
+        """
 
         def work() -> None:
             inside = self._parts[0][self._reads[0]][0]
@@ -108,7 +119,7 @@ class Verifier:
                 for number, views in enumerate(region.views(job.refs, self._block_bytes[0], inside, size)):
                     mine = computed[number * size : (number + 1) * size]
                     theirs = views[0] if len(views) == 1 else memoryview(b"".join(views))
-                    if why := difference(theirs, mine, form):
+                    if theirs != mine and (why := difference(raw(theirs), raw(mine), form)):
                         found[number] = why
                 # Checked last: the bytes belong to the block only if this still holds after the comparison.
                 current = region.current(job.refs)

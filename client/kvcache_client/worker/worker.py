@@ -10,16 +10,16 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
+from kvcache_client import compression
 from kvcache_client.devices import CopyError, Device, open_device
 from kvcache_client.devices.hybrid import HybridDevice
-from kvcache_client.devices.layout import Fragment
 from kvcache_client.devices.registration import Registration
 from kvcache_client.devices.self_test import check_copies
 from kvcache_client.session.namespace import Namespace
 from kvcache_client.session.session import Session
 from kvcache_client.settings import ConnectorSettings
 from kvcache_client.step_plan import Report, StepPlan
-from kvcache_client.worker.kv_layout import KVLayout, flatten
+from kvcache_client.worker.kv_layout import BlockLayout, KVLayout, flatten
 from kvcache_client.worker.layered import LayeredLoads, section_ends
 from kvcache_client.worker.loads import Loads
 from kvcache_client.worker.places import RankFacts, Shards
@@ -87,7 +87,7 @@ class Worker:
         layout, tensors = self._layout, list(flatten(kv_caches.values()))
         layouts = layout.read_caches(kv_caches, num_blocks)
         ends = layout.layer_ends(kv_caches, num_blocks) if self._settings.overlap != "off" else {}
-        sections = section_ends(list(ends.values())) if ends else []
+        sections = section_ends(list(ends.values()), compression.PIECE if layout.facts.compress else 1) if ends else []
         self._rank.device = device = _open_devices(layouts, tensors, layout.parts.blocks(num_blocks), sections)
         if self._registration is not None:
             device.adopt(self._registration)
@@ -104,7 +104,11 @@ class Worker:
             self._attach(layout.spec, wait=True)
         logger.info(
             "rank %d: %d fragments per block, %s bytes, %s of %d, namespace %s; %s bytes are page-locked",
-            *(self._rank.number, max(map(len, layouts)) * layout.parts.number, f"{layout.facts.block_bytes:,}"),
+            *(
+                self._rank.number,
+                max(len(each.fragments) for each in layouts) * layout.parts.number,
+                f"{layout.facts.block_bytes:,}",
+            ),
             *(_named(layout.reads), layout.spec.shards, "not joined yet" if self._joining else layout.spec.id),
             f"{device.registered()[1]:,}",
         )
@@ -250,15 +254,16 @@ class Worker:
 
 
 def _open_devices(
-    layouts: Sequence[Sequence[Fragment]], tensors: Sequence[Any], count: int, sections: Sequence[int]
+    layouts: Sequence[BlockLayout], tensors: Sequence[Any], count: int, sections: Sequence[int]
 ) -> Device:
     """Open the device of `tensors`, for `count` blocks in each layout, and check its copies. Raises CopyError."""
     devices: list[Device] = []
     try:
-        for fragments in layouts:
-            devices.append(open_device(tensors[0].device.type, fragments, count, keep=tensors, ends=sections))
-        for each, fragments in zip(devices, layouts, strict=True):
-            check_copies(each, fragments, count, sections)
+        kind = tensors[0].device.type
+        for fragments, compress in layouts:
+            devices.append(open_device(kind, fragments, count, keep=tensors, ends=sections, compress=compress))
+        for each, (fragments, compress) in zip(devices, layouts, strict=True):
+            check_copies(each, fragments, count, sections, compress)
     except CopyError:
         for each in reversed(devices):
             each.close()

@@ -57,6 +57,9 @@ def describe(figures: Status) -> str:
         ],
         left=2,
     )
+    lines += [
+        f"namespace {space.id} is compressed, {said}" for space in spaces if (said := space.identity.get("compression"))
+    ]
     lines += sharing.within(sharing.spaces_of(figures))
     return "\n".join(map(escaped, [*lines, "", *sessions(figures.sessions), *away(figures.away)]))
 

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from kvcache_client import compression
 from kvcache_client.address_ranges import Runs
 from kvcache_client.devices import Device, Job, open_device
 from kvcache_client.devices.layout import block_fragments
@@ -309,26 +310,40 @@ def _pieces(view: Any) -> Iterator[Any]:
         yield from _pieces(part)
 
 
+def _noise(count: int, tame: bool) -> Any:
+    """Random bytes; `tame` ones are those of bfloat16 values between 2 ** -7 and 2, but for one in 128."""
+    noise = torch.randint(0, 256, (count,), dtype=torch.uint8)
+    if tame:
+        high, some = noise[1::2], noise[1::256].clone()
+        high.copy_(high & 0x83 | 0x3C)
+        high[::128] = some
+    return noise
+
+
 class Bench:
     """A cache full of noise, a region, and the device between them. A slot every `slot` + GAP bytes."""
 
-    def __init__(self, rig: Rig, layout: Layout, path: str = "", sections: int = 0) -> None:
+    def __init__(self, rig: Rig, layout: Layout, path: str = "", sections: int = 0, compress: bool = False) -> None:
         """With `sections`, a block is divided into so many, where its tensors end, or anywhere."""
         self.rig, self.layout = rig, layout
         rig.prepare()
         self.tensors = list(flatten(layout.make(rig.kind)))
         for memory in _memories(self.tensors).values():
-            memory.copy_(torch.randint(0, 256, memory.shape, dtype=torch.uint8))
+            memory.copy_(_noise(len(memory), compress))
         rig.synchronize()
-        self.slot_bytes = sum(self._block(tensor, 0).nbytes for tensor in self.tensors)
-        self.fragments = block_fragments(map(describe_tensor, self.tensors), BLOCKS, self.slot_bytes)
+        self.block_bytes = sum(self._block(tensor, 0).nbytes for tensor in self.tensors)
+        self.slot_bytes = compression.stored_bytes(self.block_bytes) if compress else self.block_bytes
+        self.fragments = block_fragments(map(describe_tensor, self.tensors), BLOCKS, self.block_bytes)
+        self.compress = compress
         self.pitch = self.slot_bytes + GAP
         size = -(-SLOTS * self.pitch // mmap.PAGESIZE) * mmap.PAGESIZE
         self.region = Memory(size, path)
         if not path:
             self.region.array[:] = 0xA5
-        self.ends = [self.slot_bytes * (at + 1) // sections for at in range(sections)]
-        self.device: Device = open_device(rig.kind, self.fragments, BLOCKS, keep=self.tensors, ends=self.ends)
+        self.ends = [self.block_bytes * (at + 1) // sections for at in range(sections)]
+        if compress:
+            self.ends[:-1] = [end // compression.PIECE * compression.PIECE for end in self.ends[:-1]]
+        self.device: Device = open_device(rig.kind, self.fragments, BLOCKS, self.tensors, self.ends, compress)
         self.ended: list[Job] = []
 
     def _block(self, tensor: Any, number: int) -> Any:
@@ -440,6 +455,13 @@ class Bench:
     def slot(self, number: int) -> bytes:
         return self.region.array[number * self.pitch : number * self.pitch + self.slot_bytes].tobytes()
 
+    def stored(self, blocks: Sequence[bytes]) -> list[bytes]:
+        """What is in a slot for each block."""
+        if not self.compress:
+            return [*blocks]
+        raw = np.frombuffer(b"".join(blocks), np.uint8).reshape(len(blocks), -1)
+        return [each.tobytes() for each in compression.compress(raw)]
+
     def put(self, number: int, data: bytes) -> None:
         self.region.array[number * self.pitch : number * self.pitch + len(data)] = np.frombuffer(data, np.uint8)
 
@@ -448,7 +470,7 @@ class Bench:
         before = self.blocks()
         self.save(range(BLOCKS), [*reversed(range(BLOCKS))])
         self.finish()
-        assert [self.slot(number) for number in range(BLOCKS)] == before[::-1]
+        assert [self.slot(number) for number in range(BLOCKS)] == self.stored(before[::-1])
         self.load(range(BLOCKS), range(BLOCKS))
         self.finish()
         assert self.blocks() == before[::-1]

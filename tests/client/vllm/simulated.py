@@ -74,6 +74,7 @@ PAGE = 2 * BLOCK * HEADS * HEAD * ITEM
 VOCABULARY = 512
 PATIENCE = 30.0
 ALL = slice(None)
+NOISY = 0  # of so many tokens, one has KV of bfloat16 that cannot be compressed
 # Attention backends lay a block out by head from 0.27 on, with key and value in one; before, keys precede values.
 BY_HEAD = hasattr(KVCacheTensor, "block_stride") or hasattr(KVCacheTensor, "layers")
 # From 0.27 on, blocks are also zeroed where KV has several precisions.
@@ -85,17 +86,23 @@ SPREADS_PREFILL = hasattr(cp_utils, "get_total_cp_world_size")
 # Specifications of the layers.
 
 
-def full(layers: int = 3, block: int = BLOCK, heads: int = HEADS, total: int = 0) -> dict[str, Any]:
+def full(
+    layers: int = 3,
+    block: int = BLOCK,
+    heads: int = HEADS,
+    total: int = 0,
+    dtype: torch.dtype = torch.float32,
+) -> dict[str, Any]:
     """Return layers of full attention. A rank has `heads`, of `total` that the model has."""
     some = {"max_tp_shards": total} if total and hasattr(FullAttentionSpec, "max_tp_shards") else {}
-    spec = FullAttentionSpec(**_attention(block) | {"num_kv_heads": heads} | some)
+    spec = FullAttentionSpec(**_attention(block) | {"num_kv_heads": heads, "dtype": dtype} | some)
     return {f"model.layers.{n}.attn": spec for n in range(layers)}
 
 
-def latent(layers: int = 3) -> dict[str, Any]:
-    """Return layers of MLA, of which each rank has all."""
+def latent(layers: int = 3, dtype: torch.dtype = torch.float32, size: int = HEADS * HEAD) -> dict[str, Any]:
+    """Return layers of MLA, of which each rank has all, with so many values of a token."""
     some = {"max_tp_shards": 1} if hasattr(MLAAttentionSpec, "max_tp_shards") else {}
-    spec = MLAAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=HEADS * HEAD, dtype=torch.float32, **some)
+    spec = MLAAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=size, dtype=dtype, **some)
     return {f"model.layers.{n}.attn": spec for n in range(layers)}
 
 
@@ -164,6 +171,14 @@ def kv(digests: np.ndarray, layer: int, parts: int, size: int) -> np.ndarray:
     return values.view(np.uint8).reshape(len(digests), parts, size)
 
 
+def tame(values: np.ndarray, digests: np.ndarray) -> np.ndarray:
+    """Return KV of bfloat16 whose exponents are as few as those of a model; but not in one of NOISY tokens."""
+    high = values[..., 1::2]
+    calm = high & 0x83 | 0x3C
+    values[..., 1::2] = np.where((digests % NOISY == 0)[:, None, None], high, calm) if NOISY else calm
+    return values
+
+
 def embedded(embeddings: Any) -> list[int]:
     """Return tokens of which each stands for a row of embeddings."""
     rows = embeddings.float().numpy()
@@ -219,9 +234,14 @@ class Layer(NamedTuple):
     pages: Any  # all bytes of each block
     cells: np.ndarray
     heads: Sequence[int] = ()  # of an engine that is asked for them, those of the rank, among all of the model
+    is_tame: bool = False  # whether its KV can be compressed
 
     def content(self, digests: np.ndarray, weights: int = 0) -> np.ndarray:
         """Return what the layer has for tokens with these digests: [token, part, byte]. That of a head is its own."""
+        found = self._noise(digests, weights)
+        return tame(found, digests) if self.is_tame else found
+
+    def _noise(self, digests: np.ndarray, weights: int) -> np.ndarray:
         _, parts, _, size = self.cells.shape
         if not self.heads or self.is_state:
             return kv(digests, self.number + weights, parts, size)
@@ -250,7 +270,8 @@ def allocate(config: KVCacheConfig, rank: int, heads: Sequence[int] = (), head_m
             is_aligned = is_state and spec.mamba_cache_mode == "align"
             number, is_draft = int(name.split(".")[2]) + (0 if heads else 1000 * rank), name.endswith(".draft")
             layers[name] = Layer(
-                number, group, window, is_state, is_aligned, is_draft, registered, memory, cells, heads
+                *(number, group, window, is_state, is_aligned, is_draft, registered, memory, cells, heads),
+                getattr(spec, "dtype", None) == torch.bfloat16,
             )
     return layers
 

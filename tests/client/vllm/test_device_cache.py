@@ -79,12 +79,15 @@ def test_what_a_device_evicts_is_found_by_other_engines(
     assert two.prefills["r0"] == (3, 0, LENGTH)
 
 
-@pytest.mark.parametrize("save_mode", ["eager", "lazy"])
+@pytest.mark.parametrize(("save_mode", "compress"), [("eager", "off"), ("eager", "auto"), ("lazy", "off")])
 def test_random_schedules_on_little_host_memory(
-    engines: Any, sim: Any, prompt: Any, idle: Any, request: Any, save_mode: str
+    engines: Any, sim: Any, prompt: Any, request: Any, save_mode: str, compress: str, monkeypatch: Any
 ) -> None:
     """Two engines share prompts of shared beginnings that neither devices nor host have room for. Requests are aborted
-    and preempted, copies are slow or fail, caches are reset."""
+    and preempted, copies are slow or fail, caches are reset, some blocks cannot be compressed."""
+    if compress == "auto":
+        monkeypatch.setenv("KVCACHE_COMPRESS_ON_CPU", "1")
+        monkeypatch.setattr(sim, "NOISY", 500)
     count = int(os.environ.get("KVCACHE_STEPS", "400"))
     draw = random.Random(request.node.name)
     beginnings = [prompt(draw.choice((2, 4, 6)) * BLOCK) for _ in range(6)]
@@ -97,7 +100,8 @@ def test_random_schedules_on_little_host_memory(
             max_num_seqs=6,
             max_num_batched_tokens=4 * BLOCK,
             async_scheduling=draw.random() < 0.5,
-            extra={"save_mode": save_mode},
+            specs=sim.full(6, dtype=sim.torch.bfloat16) if compress == "auto" else None,
+            extra={"save_mode": save_mode, "compress": compress},
         )
         for name, blocks in (("one", 25), ("two", 60))
     ]

@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from kvcache_client import compression
 from kvcache_client.engines.vllm import compat
 from kvcache_client.scheduler.views import Group, Table
 from kvcache_proto.errors import ConfigError
@@ -150,11 +151,16 @@ def merged_groups(kv_cache_config: Any, slot_tokens: int) -> list[Merged]:
 
 
 def group_spec(
-    merged: Merged, slot_tokens: int, shards: int, needs_next_block: bool = False, parts: int = 1
+    merged: Merged,
+    slot_tokens: int,
+    shards: int,
+    needs_next_block: bool = False,
+    parts: int = 1,
+    compress: bool = False,
 ) -> GroupSpec:
     """Return the group with the bytes of its slots; `needs_next_block` applies to a group of full attention.
 
-    Each rank has `parts` of the shards.
+    Each rank has `parts` of the shards. With `compress`, what can be is stored compressed.
 
     A drafter that reads the next token has, for the last token of a slot, KV that depends on the next slot. If the next
     slot is cached, the slot's writer had the same next token, unless two writers of the slot differ in the next one:
@@ -163,11 +169,29 @@ def group_spec(
     slots of a window have the hashes of those of full attention. A state has no drafter's KV.
     """
     group = merged.group
-    size = sum(table.blocks * member.block_bytes for table, member in zip(group.tables, merged.members, strict=True))
+    part = sum(
+        table.blocks * stored_bytes(member.spec, member.block_bytes // parts, compress)
+        for table, member in zip(group.tables, merged.members, strict=True)
+    )
     kind = SUFFIX if group.window_blocks else FULL
-    sizes = size if shards == 1 else (size // parts,) * shards
+    sizes = part if shards == 1 else (part,) * shards
     needs_next_block &= kind == FULL
     return GroupSpec(slot_tokens, sizes, kind, group.window_blocks, group.chunk_blocks, needs_next_block)
+
+
+def uncompressed_reason(spec: Any, part_bytes: int) -> str:
+    """Return the reason that blocks of these layers, in parts of that size, are not compressed, "" if they can be."""
+    if kind_of(spec) == STATE:
+        return "states"
+    dtype = str(spec.dtype).removeprefix("torch.")
+    return f"KV of {dtype}" if dtype != "bfloat16" else compression.why_not(part_bytes)
+
+
+def stored_bytes(spec: Any, part_bytes: int, compress: bool) -> int:
+    """Return the bytes in a slot of a part of a block."""
+    if compress and not uncompressed_reason(spec, part_bytes):
+        return compression.stored_bytes(part_bytes)
+    return part_bytes
 
 
 def kind_of(spec: Any) -> str:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
+from kvcache_client import compression
 from kvcache_client.engines.vllm import compat
 from kvcache_client.engines.vllm.groups import (
     STATE,
@@ -30,6 +31,8 @@ from kvcache_client.engines.vllm.groups import (
     members_of,
     merged_groups,
     names,
+    stored_bytes,
+    uncompressed_reason,
     unsupported_groups,
 )
 from kvcache_client.engines.vllm.multimodal import processor_digest
@@ -194,6 +197,15 @@ def shards(vllm_config: Any, kv_cache_config: Any, by_head: bool = False) -> Sha
     return Shards(number, replicas, parts, by_head, tuple(order) if order != sorted(order) else ())
 
 
+def uncompressible(kv_cache_config: Any, split: Shards) -> str:
+    """Return the reason that none of an engine's KV can be stored compressed, "" if some can be."""
+    blocks = [(layer_spec(kv_cache_config), rank_block_bytes(kv_cache_config))]
+    if not is_plain(kv_cache_config):
+        blocks = [(member.spec, member.block_bytes) for member in members_of(kv_cache_config)]
+    reasons = [uncompressed_reason(spec, size // split.parts) for spec, size in blocks]
+    return "" if "" in reasons else ", ".join(dict.fromkeys(reasons))
+
+
 def _held(vllm_config: Any, kv_cache_config: Any) -> list[tuple[int, int]]:
     """Return for each rank of a pipeline stage the numbers of its KV heads, and of its slice of a block's tokens.
 
@@ -229,24 +241,31 @@ def _replicas(vllm_config: Any, kv_cache_config: Any) -> int:
     return max(1, ranks // max(1, int(model.get_total_num_kv_heads())))
 
 
+class Stored(NamedTuple):
+    """What an engine stores of its blocks, and how."""
+
+    blocks_per_slot: int = 1
+    by_head: bool = False  # each KV head is a shard, so that engines with different numbers of ranks share blocks
+    multimodal: bool = True  # also requests with images, audio or video
+    compress: bool = False  # what can be compressed is
+
+
 def namespace_spec(
     vllm_config: Any,
     kv_cache_config: Any,
     runtime_facts: RuntimeFacts,
-    blocks_per_slot: int,
+    stored: Stored,
     engine_id: str,
     weights: str = "",
-    by_head: bool = False,
-    multimodal: bool = True,
 ) -> NamespaceSpec:
     """Return the namespace of an engine's blocks, whose shards all have the size of this rank's: see `with_stages`.
 
-    `weights` names the weights; if empty, they are the checkpoint's. With `by_head`, each KV head is a shard, so that
-    engines with different numbers of ranks share blocks. `multimodal` is whether requests with images, audio or video
-    are cached. Reads the checkpoint's files if the model is a directory.
+    `weights` names the weights; if empty, they are the checkpoint's. Reads the checkpoint's files if the model is a
+    directory.
     Raises ConfigError.
     """
     model, cache = vllm_config.model_config, vllm_config.cache_config
+    blocks_per_slot, by_head, multimodal, compress = stored
     split = shards(vllm_config, kv_cache_config, by_head)
     merged = groups_of(kv_cache_config, blocks_per_slot)
     block_tokens = engine_block_size(vllm_config, kv_cache_config)
@@ -287,11 +306,18 @@ def namespace_spec(
     needs_next_block = len(merged) > 1 and compat.reads_next_token(vllm_config)
     if needs_next_block:  # an engine set to keep the last block of a hit does not share blocks with others
         identity["draft"] += ", followed"
-    groups = [group_spec(each, tokens, split.number, needs_next_block, split.parts) for each in merged]
-    if not groups:
-        block_bytes = rank_block_bytes(kv_cache_config) * blocks_per_slot
-        shard_bytes = block_bytes if split.number == 1 else (block_bytes // split.parts,) * split.number
-        groups = [GroupSpec(block_tokens=tokens, shard_bytes=shard_bytes)]
+
+    def groups_stored(compress: bool) -> list[GroupSpec]:
+        if merged:
+            return [group_spec(each, tokens, split.number, needs_next_block, split.parts, compress) for each in merged]
+        part = rank_block_bytes(kv_cache_config) // split.parts
+        part = blocks_per_slot * stored_bytes(layer_spec(kv_cache_config), part, compress)
+        return [GroupSpec(block_tokens=tokens, shard_bytes=part if split.number == 1 else (part,) * split.number)]
+
+    groups = groups_stored(compress)
+    if compress:
+        size, raw = (sum(each.block_bytes for each in some) for some in (groups, groups_stored(False)))
+        identity["compression"] = f"{compression.CODEC}: {size / raw:.1%} of the bytes"
     return NamespaceSpec(_name(model.model), groups, identity, runtime_facts.hash_bytes)
 
 

@@ -11,8 +11,8 @@ from vllm.distributed.kv_transfer import get_kv_transfer_group
 from kvcache_client.devices import CopyError
 from kvcache_client.engines.vllm import compat
 from kvcache_client.engines.vllm.early_start import claim, open_session
-from kvcache_client.engines.vllm.groups import hash_tokens, writes_early
-from kvcache_client.engines.vllm.identity import has_experts, rank_block_bytes, share_of_rank
+from kvcache_client.engines.vllm.groups import hash_tokens, uncompressed_reason, writes_early
+from kvcache_client.engines.vllm.identity import has_experts, layer_spec, rank_block_bytes, share_of_rank
 from kvcache_client.engines.vllm.running_engine import rank_in_engine
 from kvcache_client.engines.vllm.setup import Setup
 from kvcache_client.engines.vllm.side import RankReport, RankShare, Side, StepMetadata, close_later
@@ -55,9 +55,13 @@ class RankSide(Side):
         self._has_groups, self._writes_early = bool(setup.groups), writes_early(kv_cache)
         self._num_blocks = int(kv_cache.num_blocks)
         self._rank = rank = rank_in_engine(parallel)
+
+        def compressed(spec: Any, block_bytes: int) -> bool:
+            return setup.compress and not uncompressed_reason(spec, block_bytes // setup.split.parts)
+
         groups = [
             [
-                RankTable(member.layers, member.block_bytes, table.blocks)
+                RankTable(member.layers, member.block_bytes, table.blocks, compressed(member.spec, member.block_bytes))
                 for member, table in zip(merged.members, merged.group.tables, strict=True)
             ]
             for merged in setup.groups
@@ -67,7 +71,14 @@ class RankSide(Side):
             block_bytes = block_bytes // (setup.per_slot * setup.block_tokens) * hash_tokens(kv_cache)
         else:
             block_bytes = rank_block_bytes(kv_cache)
-        facts = RankFacts(block_bytes, setup.per_slot, has_experts(setup.vllm), groups, setup.stages > 1)
+        facts = RankFacts(
+            block_bytes,
+            setup.per_slot,
+            has_experts(setup.vllm),
+            groups,
+            not groups and compressed(layer_spec(kv_cache), block_bytes),
+            setup.stages > 1,
+        )
         session, registration = claim(setup.engine, f"rank {rank}")
         self.session = session = session or open_session(setup.settings, setup.engine, f"rank {rank}")
         self.worker = worker = Worker(

@@ -6,15 +6,18 @@ import logging
 from dataclasses import dataclass
 from typing import Any
 
+from kvcache_client.devices.tuning import read_tuning
 from kvcache_client.engines.vllm import compat
 from kvcache_client.engines.vllm.groups import Merged, has_states
 from kvcache_client.engines.vllm.identity import (
+    Stored,
     engine_block_size,
     groups_of,
     kv_layout,
     layer_spec,
     namespace_spec,
     shards,
+    uncompressible,
     unsupported_by_head,
     unsupported_reason,
 )
@@ -63,6 +66,7 @@ class Setup:
     groups: list[Merged]  # of the namespace, unless the engine has just one, of full attention
     wants_events: bool  # whether it publishes KV events
     multimodal: str  # the setting, as far as the engine allows
+    compress: bool  # whether what can be is stored compressed
 
     @property
     def block_tokens(self) -> int:
@@ -124,8 +128,23 @@ def read_setup(side: object, in_scheduler: bool, vllm_config: Any, kv_cache: Any
     if multimodal != "off" and (reason := unnamed_items(vllm_config)):
         multimodal = "off"
         log("requests with images, audio or video are not cached: %s", reason)
-    spec = namespace_spec(vllm_config, kv_cache, found, per_slot, engine, weights, by_head, multimodal != "off")
+    split, groups = shards(vllm_config, kv_cache, by_head), groups_of(kv_cache, per_slot)
+    compress = settings.compress == "auto"
+    if compress and (reason := _without_kernels(found.device) or uncompressible(kv_cache, split)):
+        compress = False
+        log("compress has no effect: %s", reason)
+    stored = Stored(per_slot, by_head, multimodal != "off", compress)
+    spec = namespace_spec(vllm_config, kv_cache, found, stored, engine, weights)
     if not found.seed:
         log(_RANDOM)
-    split, groups = shards(vllm_config, kv_cache, by_head), groups_of(kv_cache, per_slot)
-    return Setup(vllm_config, kv_cache, settings, spec, split, engine, per_slot, groups, wants_events, multimodal)
+    return Setup(
+        vllm_config, kv_cache, settings, spec, split, engine, per_slot, groups, wants_events, multimodal, compress
+    )
+
+
+def _without_kernels(device: str) -> str:
+    """Return the reason that a device, `cuda` and its name for example, cannot compress; "" if it can."""
+    kind = device.partition(" ")[0]
+    if kind == "cuda" or (kind == "cpu" and read_tuning().compress_on_cpu):
+        return ""
+    return f"this version has kernels for it on NVIDIA's GPUs, not on {kind}"

@@ -1,0 +1,85 @@
+"""Runs our CUDA kernels on a CPU: a thread of the host for each of a thread block's, one block after another."""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from kvcache_client.devices.cuda_kernels import MOST_BLOCKS, THREADS, Program
+
+_BEFORE = """
+#include <barrier>
+#include <thread>
+#include <vector>
+struct Index { int x; };
+static thread_local Index threadIdx;
+static Index blockIdx, gridDim;
+static std::barrier<>* together;
+#define __global__
+#define __device__ static
+#define __shared__ static
+#define __launch_bounds__(threads)
+#define __grid_constant__
+struct uint2 { unsigned int x, y; };
+struct uint4 { unsigned int x, y, z, w; };
+static uint2 make_uint2(unsigned int x, unsigned int y) { return {x, y}; }
+static uint4 make_uint4(unsigned int x, unsigned int y, unsigned int z, unsigned int w) { return {x, y, z, w}; }
+static void __syncthreads() { together->arrive_and_wait(); }
+static int atomicAdd(int* at, int value) { return __atomic_fetch_add(at, value, __ATOMIC_SEQ_CST); }
+template <typename T> static T __ldcs(const T* at) { return *at; }
+template <typename T> static void __stcs(T* at, T value) { *at = value; }
+"""
+_AFTER = """
+extern "C" void run(bool gathers, int grid, const Piece* pieces, int per_block, const Blocks* blocks, int count,
+                    char* slots, long long slot) {
+    std::barrier<> barrier(THREADS);
+    together = &barrier;
+    gridDim.x = grid;
+    for (int block = 0; block < grid; block++) {
+        blockIdx.x = block;
+        std::vector<std::thread> threads;
+        for (int thread = 0; thread < THREADS; thread++)
+            threads.emplace_back([=] {
+                threadIdx.x = thread;
+                (gathers ? gather : scatter)(pieces, per_block, *blocks, count, slots, slot);
+            });
+        for (std::thread& each : threads) each.join();
+    }
+}
+"""
+
+
+class Kernels:
+    """The kernels of a program, compiled by the host's compiler in `folder`."""
+
+    def __init__(self, program: Program, folder: Path, options: Sequence[str] = ()) -> None:
+        source, library = folder / "kernels.cpp", folder / "kernels.so"
+        source.write_text(_BEFORE + program.source + _AFTER)
+        macros = {"MOST_BLOCKS": MOST_BLOCKS, "THREADS": THREADS} | program.macros
+        flags = [f"-D{name}={value}" for name, value in macros.items()]
+        command = ["g++", "-std=c++20", "-O1", "-w", "-shared", "-fPIC", "-pthread", *options, *flags]
+        subprocess.run([*command, "-o", str(library), str(source)], check=True)
+        self._run = ctypes.CDLL(str(library)).run
+        self._kept: list[npt.NDArray[np.int64]] = []
+        self._tables = program.tables(self._upload)
+
+    def _upload(self, table: npt.NDArray[np.int64]) -> int:
+        self._kept.append(table)
+        return int(table.ctypes.data)
+
+    def launch(
+        self, gathers: bool, blocks: Sequence[int], slots: npt.NDArray[np.uint8], section: int = 0, grid: int = 2
+    ) -> None:
+        """Copy a section of each block to or from `slots`, a row per block."""
+        pieces, size = self._tables[section]
+        table, numbers = np.array(pieces, np.int64), np.zeros(MOST_BLOCKS, np.int32)
+        numbers[: len(blocks)] = blocks
+        assert slots.shape == (len(blocks), size)
+        pointers = (ctypes.c_void_p(each.ctypes.data) for each in (table, numbers, slots))
+        at, these, into = pointers
+        self._run(gathers, grid, at, len(pieces), these, len(blocks), into, ctypes.c_longlong(size))
