@@ -265,3 +265,20 @@ def test_a_damaged_file_gives_figures_or_a_clear_error(data: st.DataObject) -> N
         config[key] = data.draw(ODD)
     with contextlib.suppress(ConfigError):
         figures(config, name, Options())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_the_host_holds_with_compression(name: str) -> None:
+    """A quarter more of what is attention's, if blocks are larger than pages; KV of other types is not compressed."""
+    found = plan(name, kv_dtype="bf16")
+    compressed = found["host"]["compressed"]
+    if found["model"]["dtype"] != "bfloat16":
+        assert compressed is None
+        return
+    more = compressed["conversations"] / found["host"]["conversations"]
+    large = found["kv"]["block_bytes"] > 4 * found["host"]["page_bytes"]
+    assert 1.0 <= more < 1.32 and (more > 1.25 or "state" in found["model"]["kinds"] or not large)
+    assert plan(name, kv_dtype="fp8")["host"]["compressed"] is None
+    assert f"{compressed['conversations']:,}   of them with the connector's `compress: auto`" in run(
+        str(MODELS / f"{name}.json"), "--kv-dtype", "bf16"
+    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -81,20 +81,17 @@ def figures(config: object, name: str, options: Options) -> dict[str, Any]:
     item = KV_ITEMS[kv_dtype]
     laid_out = _pages(model, options, engine_block, item)
     block_tokens, slots_of_block = slots(model, laid_out, options.tp, item, options.block_tokens)
-    first, *others = slots_of_block
-    shard_bytes = first.bytes
+    shard_bytes = slots_of_block[0].bytes
     for slot in slots_of_block:
         check_block(number, slot.bytes)
     length = options.length or min(8192, model.longest or 8192)
     estimated = options.weights is None
     weights = weight_bytes(model, config, options.tp) if options.weights is None else options.weights // options.tp
-    host = _host(options, number * shard_bytes)
-    every = CHECKPOINT_TOKENS_ALONE if first.window_blocks else CHECKPOINT_TOKENS
-    rest = others if not first.window_blocks else slots_of_block
-    suffixes = [_suffix(slot, number, block_tokens, length, every) for slot in rest]
-    conversation = sum(suffix["conversation_bytes"] for suffix in suffixes)
-    if not first.window_blocks:  # only full blocks are kept
-        conversation += length // block_tokens * number * shard_bytes
+    host, suffixes = _held(options, number, block_tokens, slots_of_block, length)
+    compressed = None
+    if kv_dtype == "bf16" and model.dtype == "bfloat16":
+        _, smaller = slots(model, laid_out, options.tp, item, options.block_tokens, compress=True)
+        compressed, _ = _held(options, number, block_tokens, smaller, length)
     cuts = stripes(model, laid_out)
     devices = {kind: _device(model, options, engine_block, each, weights, length) for kind, each in KV_ITEMS.items()}
     return {
@@ -129,7 +126,7 @@ def figures(config: object, name: str, options: Options) -> dict[str, Any]:
             ],
             "bytes_per_block": laid_out.block_bytes,
         },
-        "host": host | _conversations(host["blocks"], block_tokens, length, number * shard_bytes, conversation),
+        "host": host | {"compressed": compressed},
         "device": {
             "bytes": options.device,
             "utilization": options.utilization,
@@ -185,6 +182,22 @@ def _suffix(slot: Slot, number: int, block_tokens: int, length: int, every: int)
         "bytes": number * slot.bytes * slot.window_blocks,
         "conversation_bytes": number * slot.bytes * min(slot.window_blocks * boundaries, blocks),
     }
+
+
+def _held(
+    options: Options, number: int, block_tokens: int, slots_of_block: Sequence[Slot], length: int
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Return what the host holds of blocks with these slots on each of `number` ranks, and their suffixes."""
+    first, *others = slots_of_block
+    block_bytes = number * first.bytes
+    every = CHECKPOINT_TOKENS_ALONE if first.window_blocks else CHECKPOINT_TOKENS
+    rest = others if not first.window_blocks else slots_of_block
+    suffixes = [_suffix(slot, number, block_tokens, length, every) for slot in rest]
+    conversation = sum(suffix["conversation_bytes"] for suffix in suffixes)
+    if not first.window_blocks:  # only full blocks are kept
+        conversation += length // block_tokens * block_bytes
+    host = _host(options, block_bytes)
+    return host | _conversations(host["blocks"], block_tokens, length, block_bytes, conversation), suffixes
 
 
 def _host(options: Options, block_bytes: int) -> dict[str, Any]:

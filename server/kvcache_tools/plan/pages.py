@@ -11,6 +11,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from kvcache_client import compression
 from kvcache_proto.errors import ConfigError
 from kvcache_tools.plan.models import Attention, Latent, Layer, Model, State
 
@@ -71,8 +72,10 @@ class Slot(NamedTuple):
     window_blocks: int
 
 
-def slots(model: Model, found: Pages, tp: int, kv_item: int, block_tokens: int) -> tuple[int, list[Slot]]:
-    """Return the tokens of a cached block, and its slots: that of full attention first.
+def slots(
+    model: Model, found: Pages, tp: int, kv_item: int, block_tokens: int, compress: bool = False
+) -> tuple[int, list[Slot]]:
+    """Return the tokens of a cached block, and its slots: that of full attention first. `compress` is the connector's.
 
     That is `block_tokens`, rounded up to a common end of the blocks of all groups of the engine; with states, which
     exist at few boundaries, a block ends at each of these.
@@ -90,9 +93,13 @@ def slots(model: Model, found: Pages, tp: int, kv_item: int, block_tokens: int) 
             window_blocks = max(1, -(-(window - 1) // tokens))
             if window_blocks == 1:  # only the end of a block is ever read
                 blocks = min(blocks, -(-(window - 1) // group.block_tokens))
-        size = group.layers * blocks * page(group.spec, group.block_tokens, tp, kv_item, model)
+        size = group.layers * page(group.spec, group.block_tokens, tp, kv_item, model)
         if kind == "full" and len(found.groups) == 1:
-            size = blocks * found.block_bytes  # layers of several shapes
+            size = found.block_bytes  # layers of several shapes
+        parts = stripes(model, found)
+        if compress and kind != "state" and not compression.why_not(size // parts):
+            size = compression.stored_bytes(size // parts) * parts
+        size *= blocks
         before = made.get((kind, window), Slot(kind, window, 0, 0, window_blocks))
         made[kind, window] = before._replace(layers=before.layers + group.layers, bytes=before.bytes + size)
     return tokens, sorted(made.values(), key=lambda slot: slot.window_blocks)
