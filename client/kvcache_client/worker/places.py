@@ -122,11 +122,15 @@ class Places:
             offsets = runs.locate(offsets)
         return np.flatnonzero(np.frombuffer(region, np.uint8)[offsets].any(axis=1))
 
-    def raw(self, shards: memoryview) -> memoryview:
-        """Return the blocks in `shards`, all of the rank's in a slot, as they were before they were compressed."""
+    def raw(self, shards: memoryview) -> memoryview | None:
+        """Return the blocks in `shards`, all of the rank's in a slot, as they were before they were compressed; None
+        if one could not be."""
         if not len(self._headers):
             return shards
         found, at, stored = [], 0, np.frombuffer(shards, np.uint8)
+        inside = np.arange(self._parts.number)[:, None] * self._part_bytes + self._headers - self.begin
+        if stored[inside].any():
+            return None
         for _, size, count, raw in [*self._tables] * self._parts.number:
             blocks = stored[at : at + size * count].reshape(count, size)
             found.append((compression.decompress(blocks, raw) if raw else blocks).tobytes())

@@ -104,11 +104,12 @@ class Verifier:
         job: CheckJob,
         computed: memoryview,
         form: Format,
-        raw: Callable[[memoryview], memoryview],
+        raw: Callable[[memoryview], memoryview | None],
     ) -> None:
         """Compare the slots of `job` with the `computed` blocks of the engine, in order, on another thread.
 
-        `raw` returns what was stored in a slot, or computed for one, as it was before it was compressed.
+        `raw` returns what was stored in a slot, or computed for one, as it was before it was compressed; None if that
+        could not be done.
         """
 
         def work() -> None:
@@ -119,7 +120,10 @@ class Verifier:
                 for number, views in enumerate(region.views(job.refs, self._block_bytes[0], inside, size)):
                     mine = computed[number * size : (number + 1) * size]
                     theirs = views[0] if len(views) == 1 else memoryview(b"".join(views))
-                    if theirs != mine and (why := difference(raw(theirs), raw(mine), form)):
+                    before, now = (raw(each) for each in (theirs, mine))
+                    if before is None or now is None:
+                        self._counts.add("canary_skipped")
+                    elif why := difference(before, now, form):
                         found[number] = why
                 # Checked last: the bytes belong to the block only if this still holds after the comparison.
                 current = region.current(job.refs)

@@ -98,6 +98,20 @@ def test_canaries_compare_what_is_stored_compressed(compressing: Any, prompt: An
     assert two.counters["canary_checked"] and not two.counters.get("canary_mismatches")
 
 
+def test_a_canary_skips_what_it_cannot_compress(
+    compressing: Any, sim: Any, prompt: Any, idle: Any, monkeypatch: Any
+) -> None:
+    tokens = prompt(4 * BLOCK + 7)  # a canary compares four blocks
+    specs = sim.full(6, dtype=sim.torch.bfloat16)
+    one, two = (compressing(name, specs=specs, extra={"canary_every": 1}) for name in ("one", "two"))
+    one.generate(tokens)
+    idle()
+    monkeypatch.setattr(sim, "NOISY", sim.chain(tokens)[3 * BLOCK + 5])
+    two.generate(tokens)
+    idle()
+    assert two.counters["canary_skipped"] == 1 and not two.counters.get("canary_mismatches")
+
+
 def test_corrupt_bytes_are_detected(compressing: Any, sim: Any, prompt: Any, idle: Any) -> None:
     tokens = prompt(LENGTH)
     one, two = (compressing(name, extra={"verify": "all"}) for name in ("one", "two"))
