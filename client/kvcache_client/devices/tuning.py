@@ -22,7 +22,7 @@ class Tuning:
         register_chunk: KVCACHE_REGISTER_CHUNK_MIB, bytes that are page-locked at once when an engine already serves; no
             copy crosses the end of such a piece.
         npu_register: KVCACHE_NPU_REGISTER, 1 page-locks the region for an NPU on old kernels, too.
-        compress_on_cpu: KVCACHE_COMPRESS_ON_CPU, 1 lets engines on a CPU compress, at a tenth of a memory's rate.
+        compress_on_cpu: KVCACHE_COPY_COMPRESS_ON_CPU, 1 lets engines on a CPU compress, at a tenth of a memory's rate.
     """
 
     stage_bytes: int = 32 << 20
@@ -44,7 +44,7 @@ def read_tuning(environ: Mapping[str, str] = os.environ, normal: Tuning = Tuning
         _read(environ, "KVCACHE_COPY_BURST", normal.bursts, 1, 1, 1024),
         _read(environ, "KVCACHE_REGISTER_CHUNK_MIB", normal.register_chunk, 1 << 20, 1, 1 << 20),
         _read(environ, "KVCACHE_NPU_REGISTER", normal.npu_register, 1, 0, 1),
-        _read(environ, "KVCACHE_COMPRESS_ON_CPU", normal.compress_on_cpu, 1, 0, 1),
+        _read(environ, "KVCACHE_COPY_COMPRESS_ON_CPU", normal.compress_on_cpu, 1, 0, 1),
     )
 
 

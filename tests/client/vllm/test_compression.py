@@ -16,7 +16,7 @@ LENGTH = 6 * BLOCK + 7
 @pytest.fixture
 def compressing(engines: Any, sim: Any, monkeypatch: Any) -> Any:
     """`compressing(name, **options)` makes an engine whose KV is of bfloat16. Engines with the same layers share it."""
-    monkeypatch.setenv("KVCACHE_COMPRESS_ON_CPU", "1")
+    monkeypatch.setenv("KVCACHE_COPY_COMPRESS_ON_CPU", "1")
 
     def make(name: str, **options: Any) -> Any:
         specs = options.pop("specs", None) or sim.full(dtype=sim.torch.bfloat16)
@@ -152,7 +152,7 @@ def test_where_nothing_can_be_compressed_a_log_line_says_why(
     specs = {"KV of float32": sim.full(), "at least 4096": sim.full(1, dtype=sim.torch.bfloat16)}.get(reason)
     engine = compressing("warm", extra={"compress": "off"})
     if reason == "kernels":
-        monkeypatch.delenv("KVCACHE_COMPRESS_ON_CPU")
+        monkeypatch.delenv("KVCACHE_COPY_COMPRESS_ON_CPU")
     engine = compressing("one", specs=specs)
     tokens = prompt(LENGTH)
     assert engine.generate(tokens, 3) == sim.expected(tokens, 3)

@@ -86,7 +86,7 @@ def test_random_schedules_on_little_host_memory(
     """Two engines share prompts of shared beginnings that neither devices nor host have room for. Requests are aborted
     and preempted, copies are slow or fail, caches are reset, some blocks cannot be compressed."""
     if compress == "auto":
-        monkeypatch.setenv("KVCACHE_COMPRESS_ON_CPU", "1")
+        monkeypatch.setenv("KVCACHE_COPY_COMPRESS_ON_CPU", "1")
         monkeypatch.setattr(sim, "NOISY", 500)
     count = int(os.environ.get("KVCACHE_STEPS", "400"))
     draw = random.Random(request.node.name)
