@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import shutil
 import signal
@@ -57,6 +58,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for some in cases.values():
         for item in some[1::2] if len(some) >= MANY_CASES else ():
             item.add_marker(pytest.mark.long)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _collected() -> Iterator[None]:
+    """What a module has made is freed: a cache and its region are a cycle of few, large objects."""
+    yield
+    gc.collect()
 
 
 def settings_free_environment() -> dict[str, str]:

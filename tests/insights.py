@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import msgspec
 
@@ -15,8 +14,6 @@ from kvcache_server.insight.insight import Insight
 from kvcache_server.miss_report import Answer
 from kvcache_server.slices import finish
 from kvcache_server.status import Connections, Daemon, Histogram, Integrity
-
-_insights: WeakKeyDictionary[Cache, Insight] = WeakKeyDictionary()
 
 
 def process() -> Daemon:
@@ -50,9 +47,10 @@ def process() -> Daemon:
 
 def insight(cache: Cache) -> Insight:
     """The one that follows the cache, from the first call on."""
-    if cache not in _insights:
-        _insights[cache] = Insight(cache, process)
-    return _insights[cache]
+    found: Insight | None = vars(cache).get("insight")
+    if found is None:  # kept by the cache: it refers to it, so that any table would keep both
+        found = vars(cache)["insight"] = Insight(cache, process)
+    return found
 
 
 def follow(cache: Cache) -> None:
