@@ -13,7 +13,7 @@ import msgspec
 
 from kvcache_proto.types import REF_BYTES, NamespaceSpec
 
-SHIPPED = 1024  # saves that are remembered, because ranks may yet report that they never began
+SHIPPED = 1024  # saves that are remembered, because ranks may yet report what became of them
 
 
 class LoadJob(msgspec.Struct, frozen=True, array_like=True):
@@ -88,6 +88,7 @@ class Report:
         verdicts: the daemon's verdicts on settlements, if events are wanted.
         declined: by rank, the reason that it takes no part in the cache, "" if it takes part again.
         given_away: the saves, by reservation and first position, that were cancelled.
+        not_compressed: the saves, in the same way, and the indices of their blocks that could not be compressed.
         carried: by rank, the seconds that a thread takes to carry one block of the engine, 0 if copies need no thread.
         arrived: the requests of layered loads that have ended on a rank, and the seconds that their copies took.
         ready: by rank, whether the engine announces its layers to it.
@@ -97,6 +98,7 @@ class Report:
     verdicts: list[RankVerdicts] = field(default_factory=list)
     declined: dict[int, str] = field(default_factory=dict)
     given_away: list[tuple[int, int]] = field(default_factory=list)
+    not_compressed: list[tuple[int, int, list[int]]] = field(default_factory=list)
     carried: dict[int, float] = field(default_factory=dict)
     arrived: list[tuple[str, float]] = field(default_factory=list)
     ready: dict[int, bool] = field(default_factory=dict)

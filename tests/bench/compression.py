@@ -64,7 +64,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=16)
     options = parser.parse_args()
     model, prompts = model_and_tokens(options.random, options.files)
-    blocks = lost = wrong = raw = stored = values = 0
+    blocks = lost = wrong = raw = stored = 0
     escapes: list[int] = []
     sizes: list[int] = []
     for tokens in prompts:
@@ -76,8 +76,8 @@ def main() -> None:
             after = compression.compress(before)
             bad = after[:, : compression.pieces_of(size)].any(axis=1)
             wrong += int((compression.decompress(after, size)[~bad] != before[~bad]).any(axis=1).sum())
-            for begin in range(0, size, compression.PIECE):
-                of = compression.form(min(compression.PIECE, size - begin) // 2)
+            for begin in range(0, size, compression.PIECE_BYTES):
+                of = compression.form(min(compression.PIECE_BYTES, size - begin) // 2)
                 escapes += after[:, compression.place(size, begin) + of.book + 15].tolist()
                 sizes += [of.values] * len(after)
             blocks, lost, raw, stored = (
@@ -88,13 +88,13 @@ def main() -> None:
             )
         if blocks >= options.blocks:
             break
-    few, each = np.array(escapes), np.array(sizes)
-    values = int(each.sum())
-    shares = few[few != compression.TOO_MANY] / each[few != compression.TOO_MANY]
+    counted, each = np.array(escapes), np.array(sizes)
+    few, values = counted[counted != compression.TOO_MANY], each[counted != compression.TOO_MANY]
+    shares = few / values
     print(
         f"{blocks:,} blocks of {raw // max(blocks, 1):,} bytes: {stored / raw:.1%} stored, {lost:,} blocks cannot be, "
         f"{wrong:,} came back wrong\n"
-        f"escapes: {few[few != compression.TOO_MANY].sum() / values:.3%} of the values; of a piece, "
+        f"escapes: {few.sum() / values.sum():.3%} of the values; of a piece, "
         f"median {np.median(shares):.3%}, p99 {np.quantile(shares, 0.99):.3%}, worst {shares.max():.3%}"
     )
 

@@ -190,15 +190,15 @@ class Compressing(Program):
         whole = sections[0].fragments
         odd = math.gcd(_WORD, *(number for fragment in whole for number in fragment))
         if odd < _WORD:
-            raise CopyError(f"KV fragments at multiples of {odd} bytes ")
-        segment = math.gcd(compression.PIECE, *(fragment.bytes for fragment in whole))
+            raise CopyError(f"KV fragments begin and end at multiples of {odd} bytes, not of {_WORD}")
+        segment = math.gcd(compression.PIECE_BYTES, *(fragment.bytes for fragment in whole))
         self._segments = [
             (fragment.pointer + begin, fragment.stride)
             for fragment in whole
             for begin in range(0, fragment.bytes, segment)
         ]
         self.macros = {
-            "PIECE_WORDS": compression.PIECE // _WORD,
+            "PIECE_WORDS": compression.PIECE_BYTES // _WORD,
             "SEGMENT": segment // _WORD,
             "MOST_ESCAPES": compression.MOST_ESCAPES,
             "TOO_MANY": compression.TOO_MANY,
@@ -209,13 +209,13 @@ class Compressing(Program):
         size, found, at = sum(fragment.bytes for fragment in self._sections[0].fragments), [], 0
         for number, section in enumerate(self._sections):
             raw = sum(fragment.bytes for fragment in section.fragments)
-            begins = range(at, at + raw, compression.PIECE)
+            begins = range(at, at + raw, compression.PIECE_BYTES)
             rows = [
                 (
                     segments,
                     begin // _WORD,
                     compression.place(size, begin) - section.begin,
-                    min(compression.PIECE, at + raw - begin) // _WORD,
+                    min(compression.PIECE_BYTES, at + raw - begin) // _WORD,
                 )
                 for begin in begins
             ]

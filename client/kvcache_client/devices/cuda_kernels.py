@@ -113,7 +113,7 @@ Upload = Callable[[npt.NDArray[np.int64]], int]  # puts a table into device memo
 
 
 class Program(ABC):
-    """The kernels `gather` and `scatter`, and the tables that tell them where the fragments of a block are."""
+    """The kernels `gather` and `scatter`, and the places of a block's fragments for them."""
 
     source: str
     macros: dict[str, object]

@@ -22,7 +22,7 @@ class Tuning:
         register_chunk: KVCACHE_REGISTER_CHUNK_MIB, bytes that are page-locked at once when an engine already serves; no
             copy crosses the end of such a piece.
         npu_register: KVCACHE_NPU_REGISTER, 1 page-locks the region for an NPU on old kernels, too.
-        compress_on_cpu: KVCACHE_COPY_COMPRESS_ON_CPU, 1 lets engines on a CPU compress, at a tenth of a memory's rate.
+        compress_on_cpu: KVCACHE_COPY_COMPRESS_ON_CPU, 1 lets engines on a CPU compress, at 0.1 GB/s.
     """
 
     stage_bytes: int = 32 << 20

@@ -25,6 +25,7 @@ from kvcache_proto.types import MAX_BLOCKS, Outcome
 
 INSIST = 2.0  # seconds that blocks are kept while every Reserve is refused as a whole
 FIRST_RETRY, LAST_RETRY = 0.005, 5.0  # seconds between two refused attempts; doubled each time
+NOT_COMPRESSED = 4096  # blocks that could not be compressed and are remembered
 DEMANDED = 1 << 16  # cached blocks whose requests are counted: those that were requested last
 _ADVANCES = {"present", "in_flight"}
 _OPERATORS = {"quota"}  # refusals that an operator can remedy; "no_space" mostly concerns blocks of little value
@@ -154,6 +155,7 @@ class Saves:
         self._counters, self._notes, self._events, self._clock = counters, notes, events, clock
         self._next: list[_Asked] = []
         self._shipped: dict[tuple[int, int], tuple[str, list[bytes]]] = {}  # by reservation and first position
+        self._not_compressed: dict[bytes, None] = {}  # hashes of blocks that ranks could not compress
         self._refusals = _Refusals()
 
     def ask(self, state: RequestState, computed: int, before: int) -> None:
@@ -171,6 +173,12 @@ class Saves:
             progress.saved = full
             return
         keys = group.keys(request.hashes)
+        if self._not_compressed:  # a chain that was saved behind one of these would be lost again
+            end = next((slot for slot in range(first, full) if keys[slot] in self._not_compressed), full)
+            if end < full:
+                progress.limit, progress.limited_by, full = end, "not_compressed", end
+            if full <= first:
+                return
         if group.has_full:
             blocks = group.slot_blocks(state.tables, first, full)
             if len(blocks) < (full - first) * group.columns(0):
@@ -321,6 +329,14 @@ class Saves:
         for job in jobs:
             if (shipped := self._shipped.pop(job, None)) is not None:
                 self._notes.add(shipped[0], "given_away", self._clock(), shipped[1])
+
+    def not_compressed(self, jobs: Iterable[tuple[int, int, list[int]]]) -> None:
+        """Remember blocks that a rank could not compress: chains are saved up to them from now on."""
+        for reservation, first, lost in jobs:
+            _, hashes = self._shipped.get((reservation, first), ("", []))
+            self._not_compressed.update((hashes[index], None) for index in lost if index < len(hashes))
+        while len(self._not_compressed) > NOT_COMPRESSED:
+            del self._not_compressed[next(iter(self._not_compressed))]
 
     def concerned(self) -> set[str]:
         """Return the requests whose reservations are not answered."""

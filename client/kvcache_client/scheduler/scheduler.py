@@ -287,6 +287,7 @@ class Scheduler:
             self._saves.drop()
         costs.carried(report.carried)
         self._saves.given_away(report.given_away)
+        self._saves.not_compressed(report.not_compressed)
         self.overlap.ranks_ready(report.ready)
         for request_id, seconds in report.arrived:
             if tokens := self._loads.arrived(request_id):

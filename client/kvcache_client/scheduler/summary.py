@@ -11,7 +11,12 @@ from kvcache_client.session.counters import Gains
 
 EVERY = 60.0  # seconds
 COPIES = ("loaded_bytes", "load_us", "saved_bytes", "save_us")  # the ranks' counts
-UNDONE = ("saves_given_away", "saves_failed", "load_blocks_failed")  # more of the ranks' counts
+UNDONE = (
+    "saves_given_away",
+    "saves_failed",
+    "blocks_not_compressed",
+    "load_blocks_failed",
+)  # more of the ranks' counts
 _REFUSED = (
     "saves_",
     "lookups_declined_",

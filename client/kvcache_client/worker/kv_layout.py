@@ -81,6 +81,13 @@ class KVLayout:
         self.follow(self.spec)
         return layouts
 
+    def compressed(self, kv_caches: Mapping[str, Any]) -> Iterable[Any]:
+        """Yield the tensors whose blocks are stored compressed."""
+        if not self.facts.groups:
+            return flatten(kv_caches.values()) if self.facts.compress else ()
+        tables = [table for tables in self.facts.groups for table in tables if table.compress]
+        return flatten(kv_caches[name] for table in tables for name in table.layers)
+
     def layer_ends(self, kv_caches: Mapping[str, Any], num_blocks: int) -> dict[str, int]:
         """Return the end of each layer's KV in a block of this rank; {} for an engine with several groups."""
         if self.facts.groups:
@@ -112,6 +119,10 @@ def flatten(values: Iterable[Any]) -> Iterable[Any]:
             yield from flatten(value)
         else:
             yield value
+
+
+def dtype_of(tensor: Any) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
 
 
 def describe_tensor(tensor: Any) -> Tensor:

@@ -154,7 +154,8 @@ class Loads:
         _, locked = device.registered()
         if locked == region.bytes:
             self._direct_region = region
-        seconds = (1 - locked / region.bytes) * self._rank.layout.facts.block_bytes / self._carries
+        places = self._rank.layout.places[0]
+        seconds = (1 - locked / region.bytes) * places.bytes / places.columns / self._carries
         if abs(seconds - self._carried) <= CHANGE * self._carried:
             return {}
         self._carried = seconds

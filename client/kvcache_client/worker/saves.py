@@ -40,6 +40,7 @@ class Saves:
         self._rank = rank
         self._verdicts: deque[RankVerdicts] | None = deque() if events else None
         self._given_away: deque[tuple[int, int]] = deque(maxlen=SHIPPED)
+        self._not_compressed: deque[tuple[int, int, list[int]]] = deque(maxlen=SHIPPED)
         self._stored: dict[str, _Stored] = {}
         self._lock = threading.Lock()
 
@@ -63,8 +64,15 @@ class Saves:
         places = layout.places[job.group]
 
         def ended(done: Job) -> None:
-            lost = [] if done.error else places.lost(region.buffer, placed.offsets, placed.runs, parts).tolist()
-            self._ended(namespace, region, self._without(lost, namespace, job) if lost else job, done)
+            kept = job
+            if not done.error:
+                try:
+                    lost = places.lost(region.buffer, placed.offsets, placed.runs, parts).tolist()
+                    kept = self._without(lost, namespace, job) if lost else job
+                except Exception as error:  # the save must end, as a failed one
+                    done.error = f"{type(error).__name__}: {error}"
+                    logger.exception("request %s: it is not known whether its blocks could be compressed", job.request)
+            self._ended(namespace, region, kept, done)
 
         pieces = places.cut(placed.offsets, job.blocks, parts=parts)
         copy_pieces(rank.device.save, region, placed.runs, pieces, ended)
@@ -78,6 +86,7 @@ class Saves:
                 self._rank.number,
             )
         self._rank.counts.add("blocks_not_compressed", len(lost))
+        self._not_compressed.append((job.reservation, job.positions[0], lost))
         self._report(namespace, job, [job.positions[index] for index in lost], Outcome.FAILED)
         kept = [index for index in range(len(job.positions)) if index not in set(lost)]
         summed = set(job.summed)
@@ -155,6 +164,11 @@ class Saves:
     def take_given_away(self) -> list[tuple[int, int]]:
         """Return the saves, by reservation and first position, that were cancelled since the last call."""
         return [self._given_away.popleft() for _ in range(len(self._given_away))]
+
+    def take_not_compressed(self) -> list[tuple[int, int, list[int]]]:
+        """Return the saves, by reservation and first position, with blocks that could not be compressed, since the last
+        call, and the indices of these blocks."""
+        return [self._not_compressed.popleft() for _ in range(len(self._not_compressed))]
 
     def take_verdicts(self) -> list[RankVerdicts]:
         """Return the daemon's verdicts on settlements since the last call."""

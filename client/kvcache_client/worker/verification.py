@@ -108,22 +108,28 @@ class Verifier:
     ) -> None:
         """Compare the slots of `job` with the `computed` blocks of the engine, in order, on another thread.
 
-        `raw` returns what was stored in a slot, or computed for one, as it was before it was compressed; None if that
-        could not be done.
+        `raw` decompresses the bytes of a slot; it returns None if a block could not be compressed.
         """
 
         def work() -> None:
             inside = self._parts[0][self._reads[0]][0]
             size = sum(size for _, size in self._parts[0].values())
+            skipped = 0
             try:
                 found = {}
                 for number, views in enumerate(region.views(job.refs, self._block_bytes[0], inside, size)):
                     mine = computed[number * size : (number + 1) * size]
                     theirs = views[0] if len(views) == 1 else memoryview(b"".join(views))
-                    before, now = (raw(each) for each in (theirs, mine))
-                    if before is None or now is None:
-                        self._counts.add("canary_skipped")
-                    elif why := difference(before, now, form):
+                    if theirs == mine:
+                        continue
+                    before, now = raw(theirs), raw(mine)
+                    if now is None:
+                        skipped += 1
+                    elif (
+                        why := "it was stored, although it could not be compressed"
+                        if before is None
+                        else difference(before, now, form)
+                    ):
                         found[number] = why
                 # Checked last: the bytes belong to the block only if this still holds after the comparison.
                 current = region.current(job.refs)
@@ -132,7 +138,8 @@ class Verifier:
                 self._counts.add("canary_failed")
                 return
             self._counts.add("canary_lost", int((~current).sum()))
-            self._counts.add("canary_checked", int(current.sum()))
+            self._counts.add("canary_skipped", skipped)
+            self._counts.add("canary_checked", int(current.sum()) - skipped)
             wrong = [number for number in found if current[number]]
             if not wrong:
                 logger.info("request %s, a canary: %d cached blocks are as computed", job.request, current.sum())

@@ -19,13 +19,13 @@ from kvcache_client.session.namespace import Namespace
 from kvcache_client.session.session import Session
 from kvcache_client.settings import ConnectorSettings
 from kvcache_client.step_plan import Report, StepPlan
-from kvcache_client.worker.kv_layout import BlockLayout, KVLayout, flatten
+from kvcache_client.worker.kv_layout import BlockLayout, KVLayout, dtype_of, flatten
 from kvcache_client.worker.layered import LayeredLoads, section_ends
 from kvcache_client.worker.loads import Loads
 from kvcache_client.worker.places import RankFacts, Shards
 from kvcache_client.worker.rank import Rank
 from kvcache_client.worker.saves import CanaryChecks, Saves
-from kvcache_proto.errors import KVCacheError
+from kvcache_proto.errors import ConfigError, KVCacheError
 from kvcache_proto.types import NamespaceSpec
 
 logger = logging.getLogger("vllm.kvcache.worker")
@@ -86,8 +86,11 @@ class Worker:
         """
         layout, tensors = self._layout, list(flatten(kv_caches.values()))
         layouts = layout.read_caches(kv_caches, num_blocks)
+        if odd := {*map(dtype_of, layout.compressed(kv_caches))} - {"bfloat16"}:
+            raise ConfigError(f"KV of {', '.join(sorted(odd))} beside bfloat16 is not compressed: set `compress: off`")
         ends = layout.layer_ends(kv_caches, num_blocks) if self._settings.overlap != "off" else {}
-        sections = section_ends(list(ends.values()), compression.PIECE if layout.facts.compress else 1) if ends else []
+        every = compression.PIECE_BYTES if layout.facts.compress else 1
+        sections = section_ends(list(ends.values()), every) if ends else []
         self._rank.device = device = _open_devices(layouts, tensors, layout.parts.blocks(num_blocks), sections)
         if self._registration is not None:
             device.adopt(self._registration)
@@ -96,7 +99,7 @@ class Worker:
             self.loads.early.layered = LayeredLoads(device, ends, sections)
         if layout.facts.groups:  # the full group's values are compared
             tensors = list(flatten(kv_caches[name] for table in layout.facts.groups[0] for name in table.layers))
-        dtypes = {str(tensor.dtype).removeprefix("torch.") for tensor in tensors}
+        dtypes = {*map(dtype_of, tensors)}
         if not self._checks.set_dtypes(dtypes) and self._settings.canary_every:
             logger.warning("no canaries: the numerical noise in KV of %s is not known", ", ".join(sorted(dtypes)))
         self._session.on_region(device.register)
@@ -205,8 +208,15 @@ class Worker:
     def take_report(self) -> Report:
         """Return the report on the time since the last call."""
         saves, loads, early = self._saves, self.loads, self.loads.early
-        verdicts, declined, given_away = saves.take_verdicts(), self._take_declined(), saves.take_given_away()
-        return Report(verdicts, declined, given_away, loads.take_carried(), early.take_arrived(), early.take_ready())
+        return Report(
+            verdicts=saves.take_verdicts(),
+            declined=self._take_declined(),
+            given_away=saves.take_given_away(),
+            not_compressed=saves.take_not_compressed(),
+            carried=loads.take_carried(),
+            arrived=early.take_arrived(),
+            ready=early.take_ready(),
+        )
 
     def _take_declined(self) -> dict[int, str]:
         """Return the reason that this rank takes no part in the cache, if it has changed; "" if it takes part again."""

@@ -53,6 +53,7 @@ CAUSES = {
     "orphaned": "not kept: {ages} earlier one of the blocks before them was lost",
     "save_prompt": "never saved: generated tokens, and engine {engine} saves only those of prompts (save: prompt)",
     "given_away": "not saved: {ages} earlier engine {engine} reused their device memory before the daemon answered",
+    "not_compressed": "not saved: engine {engine} could not compress the first of them (compress)",
     "paused": "not saved: {ages} earlier engine {engine} had just been refused, and had stopped asking for a while",
     "min_hits": "not saved: too few requests of engine {engine} had asked for them (min_hits)",
     "drop": "not saved: the request said that they are used once (drop, or done)",

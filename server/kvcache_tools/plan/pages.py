@@ -97,7 +97,7 @@ def slots(
         if kind == "full" and len(found.groups) == 1:
             size = found.block_bytes  # layers of several shapes
         parts = stripes(model, found)
-        if compress and kind != "state" and not compression.why_not(size // parts):
+        if compress and kind != "state" and not compression.unsupported_reason(size // parts):
             size = compression.stored_bytes(size // parts) * parts
         size *= blocks
         before = made.get((kind, window), Slot(kind, window, 0, 0, window_blocks))

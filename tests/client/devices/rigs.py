@@ -342,7 +342,7 @@ class Bench:
             self.region.array[:] = 0xA5
         self.ends = [self.block_bytes * (at + 1) // sections for at in range(sections)]
         if compress:
-            self.ends[:-1] = [end // compression.PIECE * compression.PIECE for end in self.ends[:-1]]
+            self.ends[:-1] = [end // compression.PIECE_BYTES * compression.PIECE_BYTES for end in self.ends[:-1]]
         self.device: Device = open_device(rig.kind, self.fragments, BLOCKS, self.tensors, self.ends, compress)
         self.ended: list[Job] = []
 

@@ -82,8 +82,8 @@ def test_what_cannot_be_compressed_says_so_in_its_first_bytes(compressing: Rig) 
         bench.device.poke(at + 7 * stride, noise)
         bench.save([6, 7], [0, 1])
         bench.finish()
-        first = sum(fragment.bytes for fragment in bench.fragments[:2]) // compression.PIECE
-        lost = range(first, first + bench.fragments[2].bytes // compression.PIECE)
+        first = sum(fragment.bytes for fragment in bench.fragments[:2]) // compression.PIECE_BYTES
+        lost = range(first, first + bench.fragments[2].bytes // compression.PIECE_BYTES)
         pieces = compression.pieces_of(bench.block_bytes)
         assert bench.slot(0)[:pieces] == bytes(pieces)
         assert bench.slot(1)[:pieces] == bytes(number in lost for number in range(pieces))
@@ -129,7 +129,7 @@ def test_kernels_write_and_read_the_same_bytes_as_the_reference(sizes: tuple[int
     for begin, part in zip(bounds, parts(), strict=False):
         part[:] = raw[:, begin : begin + part.shape[1]]
     fragments = [Fragment(each.ctypes.data, each.strides[0], size) for each, size in zip(memories, sizes, strict=True)]
-    ends = [*range(compression.PIECE, sum(sizes), compression.PIECE), sum(sizes)]
+    ends = [*range(compression.PIECE_BYTES, sum(sizes), compression.PIECE_BYTES), sum(sizes)]
     cut = sections(fragments, ends, compress=True)
     kernels, expected = Kernels(Compressing(cut), tmp_path), compression.compress(raw)
     slots = np.full_like(expected, 0xA5)

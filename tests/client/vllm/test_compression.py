@@ -86,6 +86,11 @@ def test_a_block_that_cannot_be_compressed_is_computed_again(
     assert sum("cannot be compressed" in record.getMessage() for record in caplog.records) == 1
     assert two.generate(tokens, 3) == sim.expected(tokens, 3)
     assert two.prefills["r0"] == (3 * BLOCK + 7, 0, 3 * BLOCK)
+    one.reset()
+    before = one.counters["saved_bytes"]
+    one.generate(prompt(8 * BLOCK, tokens))
+    idle()
+    assert one.counters["saved_bytes"] == before, "nothing behind it is saved again"
 
 
 def test_canaries_compare_what_is_stored_compressed(compressing: Any, prompt: Any, idle: Any) -> None:
@@ -145,13 +150,27 @@ def test_heads_and_stripes_are_compressed_by_themselves(compressing: Any, sim: A
         idle()
 
 
-@pytest.mark.parametrize("reason", ["KV of float32", "kernels", "at least 4096"])
+def test_windows_are_compressed_too(compressing: Any, sim: Any, prompt: Any, idle: Any, daemon: Any) -> None:
+    if not sim.HAS_GROUPS:
+        pytest.skip("they are not cached before 0.32")
+    half, tokens = sim.torch.bfloat16, prompt(LENGTH)
+    specs = sim.full(4, dtype=half) | sim.windows(4, 2 * BLOCK, 4, dtype=half)
+    extra = {"verify": "all", "weights_version": "windows"}
+    one, two = (compressing(name, specs=specs, extra=extra, blocks=200) for name in ("one", "two"))
+    one.generate(tokens)
+    idle()
+    assert two.generate(tokens, 3) == sim.expected(tokens, 3)
+    assert two.prefills["r0"][2] == 6 * BLOCK
+    assert daemon.status()["namespaces"][-1]["block_bytes"] == 2 * [compression.stored_bytes(4 * sim.PAGE // 2)]
+
+
+@pytest.mark.parametrize("reason", ["KV of float32", "NVIDIA GPU", "at least 4096"])
 def test_where_nothing_can_be_compressed_a_log_line_says_why(
     compressing: Any, sim: Any, prompt: Any, monkeypatch: Any, caplog: pytest.LogCaptureFixture, reason: str
 ) -> None:
     specs = {"KV of float32": sim.full(), "at least 4096": sim.full(1, dtype=sim.torch.bfloat16)}.get(reason)
     engine = compressing("warm", extra={"compress": "off"})
-    if reason == "kernels":
+    if reason == "NVIDIA GPU":
         monkeypatch.delenv("KVCACHE_COPY_COMPRESS_ON_CPU")
     engine = compressing("one", specs=specs)
     tokens = prompt(LENGTH)

@@ -182,9 +182,9 @@ def group_spec(
 def uncompressed_reason(spec: Any, part_bytes: int) -> str:
     """Return the reason that blocks of these layers, in parts of that size, are not compressed, "" if they can be."""
     if kind_of(spec) == STATE:
-        return "states"
+        return "states are not compressed"
     dtype = str(spec.dtype).removeprefix("torch.")
-    return f"KV of {dtype}" if dtype != "bfloat16" else compression.why_not(part_bytes)
+    return f"KV of {dtype} is not compressed" if dtype != "bfloat16" else compression.unsupported_reason(part_bytes)
 
 
 def stored_bytes(spec: Any, part_bytes: int, compress: bool) -> int:

@@ -147,4 +147,4 @@ def _without_kernels(device: str) -> str:
     kind = device.partition(" ")[0]
     if kind == "cuda" or (kind == "cpu" and read_tuning().compress_on_cpu):
         return ""
-    return f"this version has kernels for it on NVIDIA's GPUs, not on {kind}"
+    return f"it needs an NVIDIA GPU, and this engine runs on {kind}"
