@@ -47,7 +47,7 @@ class CpuDevice(Device):
         raw = sections(fragments, ends)
         self._sections = [_Views.of(part, num_blocks, keep) for part in raw]
         self._raw = raw if compress else []
-        self._stored = sections(fragments, ends, compress) if compress else raw
+        self._stored = sections(fragments, ends, compress=True) if compress else raw
         self._end = self._stored[0].bytes
         self._region_bytes = 0
         self._helpers = futures.ThreadPoolExecutor(2, "kvcache-copy")

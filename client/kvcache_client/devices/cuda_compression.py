@@ -12,7 +12,7 @@ import numpy as np
 
 from kvcache_client import compression
 from kvcache_client.devices import CopyError
-from kvcache_client.devices.cuda_kernels import Program, Upload
+from kvcache_client.devices.cuda_kernels import Pieces, Program, Upload
 from kvcache_client.devices.layout import Section
 
 _WORD = 16  # bytes that a thread takes at a time: 8 values
@@ -204,7 +204,7 @@ class Compressing(Program):
             "TOO_MANY": compression.TOO_MANY,
         }
 
-    def tables(self, upload: Upload) -> list[tuple[list[tuple[int, int, int, int]], int]]:
+    def tables(self, upload: Upload) -> list[tuple[Pieces, int]]:
         segments = upload(np.array(self._segments, np.int64))
         size, found, at = sum(fragment.bytes for fragment in self._sections[0].fragments), [], 0
         for number, section in enumerate(self._sections):

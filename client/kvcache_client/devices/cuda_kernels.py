@@ -109,6 +109,7 @@ def find_compiler(candidates: Sequence[str], architecture: int) -> Compiler:
     raise CopyError(f"no NVRTC in {', '.join(candidates)}")
 
 
+Pieces = list[tuple[int, int, int, int]]  # rows of a table, of four words each
 Upload = Callable[[npt.NDArray[np.int64]], int]  # puts a table into device memory and returns its address
 
 
@@ -119,7 +120,7 @@ class Program(ABC):
     macros: dict[str, object]
 
     @abstractmethod
-    def tables(self, upload: Upload) -> list[tuple[list[tuple[int, int, int, int]], int]]:
+    def tables(self, upload: Upload) -> list[tuple[Pieces, int]]:
         """Return the pieces of each section, and its bytes in a slot."""
 
 
@@ -133,7 +134,7 @@ class Copying(Program):
         word = _common_word([fragment for section in sections for fragment in section.fragments])
         self.macros = {"UNROLL": 4, "Word": _WORDS[word]}
 
-    def tables(self, upload: Upload) -> list[tuple[list[tuple[int, int, int, int]], int]]:
+    def tables(self, upload: Upload) -> list[tuple[Pieces, int]]:
         found = []
         for section in self._sections:
             pieces, offset = [], 0

@@ -114,9 +114,8 @@ class Verifier:
         def work() -> None:
             inside = self._parts[0][self._reads[0]][0]
             size = sum(size for _, size in self._parts[0].values())
-            skipped = 0
             try:
-                found = {}
+                found, skipped = {}, []
                 for number, views in enumerate(region.views(job.refs, self._block_bytes[0], inside, size)):
                     mine = computed[number * size : (number + 1) * size]
                     theirs = views[0] if len(views) == 1 else memoryview(b"".join(views))
@@ -124,12 +123,10 @@ class Verifier:
                         continue
                     before, now = raw(theirs), raw(mine)
                     if now is None:
-                        skipped += 1
-                    elif (
-                        why := "it was stored, although it could not be compressed"
-                        if before is None
-                        else difference(before, now, form)
-                    ):
+                        skipped.append(number)
+                    elif before is None:
+                        found[number] = "it says that it could not be compressed"
+                    elif why := difference(before, now, form):
                         found[number] = why
                 # Checked last: the bytes belong to the block only if this still holds after the comparison.
                 current = region.current(job.refs)
@@ -138,8 +135,9 @@ class Verifier:
                 self._counts.add("canary_failed")
                 return
             self._counts.add("canary_lost", int((~current).sum()))
-            self._counts.add("canary_skipped", skipped)
-            self._counts.add("canary_checked", int(current.sum()) - skipped)
+            self._counts.add("canary_skipped", int(current[skipped].sum()))
+            current[skipped] = False
+            self._counts.add("canary_checked", int(current.sum()))
             wrong = [number for number in found if current[number]]
             if not wrong:
                 logger.info("request %s, a canary: %d cached blocks are as computed", job.request, current.sum())

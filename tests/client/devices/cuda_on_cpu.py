@@ -57,12 +57,12 @@ extern "C" void run(bool gathers, int grid, const Piece* pieces, int per_block, 
 class Kernels:
     """The kernels of a program, compiled by the host's compiler in `folder`."""
 
-    def __init__(self, program: Program, folder: Path, options: Sequence[str] = ()) -> None:
+    def __init__(self, program: Program, folder: Path) -> None:
         source, library = folder / "kernels.cpp", folder / "kernels.so"
         source.write_text(_BEFORE + program.source + _AFTER)
         macros = {"MOST_BLOCKS": MOST_BLOCKS, "THREADS": THREADS} | program.macros
         flags = [f"-D{name}={value}" for name, value in macros.items()]
-        command = ["g++", "-std=c++20", "-O1", "-w", "-shared", "-fPIC", "-pthread", *options, *flags]
+        command = ["g++", "-std=c++20", "-O1", "-w", "-shared", "-fPIC", "-pthread", *flags]
         subprocess.run([*command, "-o", str(library), str(source)], check=True)
         self._run = ctypes.CDLL(str(library)).run
         self._kept: list[npt.NDArray[np.int64]] = []

@@ -169,7 +169,6 @@ def test_where_nothing_can_be_compressed_a_log_line_says_why(
     compressing: Any, sim: Any, prompt: Any, monkeypatch: Any, caplog: pytest.LogCaptureFixture, reason: str
 ) -> None:
     specs = {"KV of float32": sim.full(), "at least 4096": sim.full(1, dtype=sim.torch.bfloat16)}.get(reason)
-    engine = compressing("warm", extra={"compress": "off"})
     if reason == "NVIDIA GPU":
         monkeypatch.delenv("KVCACHE_COPY_COMPRESS_ON_CPU")
     engine = compressing("one", specs=specs)

@@ -170,7 +170,7 @@ def group_spec(
     """
     group = merged.group
     part = sum(
-        table.blocks * stored_bytes(member.spec, member.block_bytes // parts, compress)
+        table.blocks * bytes_in_slot(member.spec, member.block_bytes // parts, compress)
         for table, member in zip(group.tables, merged.members, strict=True)
     )
     kind = SUFFIX if group.window_blocks else FULL
@@ -187,7 +187,7 @@ def uncompressed_reason(spec: Any, part_bytes: int) -> str:
     return f"KV of {dtype} is not compressed" if dtype != "bfloat16" else compression.unsupported_reason(part_bytes)
 
 
-def stored_bytes(spec: Any, part_bytes: int, compress: bool) -> int:
+def bytes_in_slot(spec: Any, part_bytes: int, compress: bool) -> int:
     """Return the bytes in a slot of a part of a block."""
     if compress and not uncompressed_reason(spec, part_bytes):
         return compression.stored_bytes(part_bytes)

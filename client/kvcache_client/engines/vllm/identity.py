@@ -21,6 +21,7 @@ from kvcache_client.engines.vllm.groups import (
     STATE,
     Merged,
     boundary_tokens,
+    bytes_in_slot,
     ends_within_blocks,
     first_spec,
     group_spec,
@@ -31,7 +32,6 @@ from kvcache_client.engines.vllm.groups import (
     members_of,
     merged_groups,
     names,
-    stored_bytes,
     uncompressed_reason,
     unsupported_groups,
 )
@@ -311,7 +311,7 @@ def namespace_spec(
         if merged:
             return [group_spec(each, tokens, split.number, needs_next_block, split.parts, compress) for each in merged]
         part = rank_block_bytes(kv_cache_config) // split.parts
-        part = blocks_per_slot * stored_bytes(layer_spec(kv_cache_config), part, compress)
+        part = blocks_per_slot * bytes_in_slot(layer_spec(kv_cache_config), part, compress)
         return [GroupSpec(block_tokens=tokens, shard_bytes=part if split.number == 1 else (part,) * split.number)]
 
     groups = groups_stored(compress)

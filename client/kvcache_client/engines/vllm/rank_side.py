@@ -76,8 +76,8 @@ class RankSide(Side):
             setup.per_slot,
             has_experts(setup.vllm),
             groups,
-            not groups and compressed(layer_spec(kv_cache), block_bytes),
-            setup.stages > 1,
+            compress=not groups and compressed(layer_spec(kv_cache), block_bytes),
+            joins_later=setup.stages > 1,
         )
         session, registration = claim(setup.engine, f"rank {rank}")
         self.session = session = session or open_session(setup.settings, setup.engine, f"rank {rank}")

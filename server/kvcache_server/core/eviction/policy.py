@@ -13,7 +13,6 @@ from kvcache_server.core.eviction.fair_share import FairShare
 from kvcache_server.core.eviction.holders import Holders
 from kvcache_server.core.eviction.learner import Learner
 from kvcache_server.core.eviction.ranking import Entry, Ranking
-from kvcache_server.core.eviction.worth import ENOUGH
 from kvcache_server.core.index import (
     CLASS_MASK,
     CLASSES,
@@ -36,6 +35,7 @@ ROOM, OWN_CEILING, NAMESPACE_CEILING, DROPPED, PASSED = EVICTED_FOR
 _MOST_DROPPED = 16_384  # chains that are remembered as dropped; older ones are evicted in their turn
 _LOOKED_BACK = 256  # blocks of a prompt in which its former boundaries are looked for
 
+_PROVEN = 50  # watched blocks that must have returned before a block's age alone tells what it is worth
 _MOST_EVICTED = 512  # blocks, for one reservation: some milliseconds
 POLICIES = WORTH, LRU = "worth", "lru"
 
@@ -167,7 +167,7 @@ class Eviction:
         Of two blocks that differ only in age, the new one is taken until enough blocks have returned to know better.
         """
         _, tick, _, leaf = least
-        if self.learner.worths.returns < ENOUGH and leaf.account is account and not (tick ^ cls) & CLASS_MASK:
+        if self.learner.worths.returns < _PROVEN and leaf.account is account and not (tick ^ cls) & CLASS_MASK:
             return False
         if self.ranking.worth_of_new(account, cls, used) >= least[0] or (
             self.tiers and self.tiers.will_store(account, cls & CLASS_MASK)

@@ -11,7 +11,7 @@ import heapq
 import itertools
 import math
 import random
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 
 from kvcache_server.core.eviction.due import Due
 from kvcache_server.core.eviction.fair_share import FairShare
@@ -102,7 +102,7 @@ class Ranking:
     def least_of(self, accounts: Collection[Account]) -> Entry | None:
         """Return the entry that is worth least in a sample of the leaves of `accounts`, whether they are above their
         floors or not; None if they have no leaf."""
-        entries = self._entries(self._sample(accounts))
+        entries = [self._entry(leaf) for leaf in self._sample(accounts)]
         if (parent := self._next_above()) is not None and parent[3].account in accounts:
             entries.append(parent)
         return min(entries, default=None)
@@ -120,7 +120,7 @@ class Ranking:
         leaves = self._sample([each for each in accounts if each.share.bytes > each.share.floor], most)
         candidates = self._candidates
         candidates.sort()
-        candidates[KEPT:] = self._entries(leaves)
+        candidates[KEPT:] = map(self._entry, leaves)
         heapq.heapify(candidates)
         self._until = self._pool.tick + _TICKS
         self._enough, self._all = int(_ENOUGH * len(candidates)), len(leaves) < most == SAMPLE
@@ -144,17 +144,6 @@ class Ranking:
                     leaf.account.take(leaf)
             if free or not found:
                 return free
-
-    def _entries(self, leaves: Sequence[Block]) -> list[Entry]:
-        if self.by_age or self._due.waiting:
-            return list(map(self._entry, leaves))
-        found, worth, now, numbers = [], self._worths.worth, self._pool.tick, self._numbers
-        for leaf in leaves:
-            tick = leaf.tick
-            simple = not leaf.held and tick != EVICT_FIRST
-            here = worth(tick, now, leaf.account.share) if simple else self._worth(leaf)
-            found.append((here, tick, next(numbers), leaf))
-        return found
 
     def _entry(self, leaf: Block) -> Entry:
         return self._worth(leaf), leaf.tick, next(self._numbers), leaf
