@@ -1,12 +1,13 @@
 """Compare copies between a device's KV cache and the region with one contiguous copy of pinned memory, alternating.
 
     python tests/bench/device_copies.py [--device cuda|npu] [--fragments 16,32,64,512] [--layers 32,64] [--mib 1024]
-                                        [--json FILE]
+                                        [--compress] [--json FILE]
 
 The blocks are scattered over the cache, and the slots over the region. A layer is one tensor with separate keys and
 values. Rates are those of the device, from the first byte to the last; `told` is the time from the submission until the
 engine is told that the copy has ended. Also measured: a decode step of 8 sequences (with the matrices of an 8B model,
 in a graph) beside continuous copies, the time that a GiB costs the engine's thread, bounce buffers, and page-locking.
+With --compress, blocks are of random bfloat16 and compressed on their way; bytes are still those in the cache.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from kvcache_client import compression
 from kvcache_client.address_ranges import Runs
 from kvcache_client.devices import Device, Job, open_device
 from kvcache_client.devices.cuda_driver import Driver
@@ -79,22 +81,25 @@ class Case:
 
     runs: Runs | None = None
 
-    def __init__(self, machine: Machine, region: Any, fragment: int, layers: int, total: int) -> None:
+    def __init__(
+        self, machine: Machine, region: Any, fragment: int, layers: int, total: int, compress: bool = False
+    ) -> None:
         draw = np.random.default_rng(fragment + layers)
-        slot = 2 * layers * fragment
-        self.count, blocks = max(1, total // slot), max(2, 2 * total // slot)
-        self.machine, self.total, self.region = machine, self.count * slot, region
-        shape, kind = (2, blocks, fragment), machine.kind
-        self.tensors = [torch.empty(shape, dtype=torch.uint8, device=kind) for _ in range(layers)]
-        noise = torch.randint(0, 256, shape, dtype=torch.uint8)
+        raw = 2 * layers * fragment
+        slot = compression.stored_bytes(raw) if compress else raw
+        self.count, blocks = max(1, total // raw), max(2, 2 * total // raw)
+        self.machine, self.total, self.region = machine, self.count * raw, region
+        shape, kind = (2, blocks, fragment // 2), machine.kind
+        self.tensors = [torch.empty(shape, dtype=torch.bfloat16, device=kind) for _ in range(layers)]
+        noise = torch.randn(shape, dtype=torch.bfloat16)
         for tensor in self.tensors:
             tensor.copy_(noise)
         machine.torch.synchronize()
-        fragments = block_fragments(map(describe_tensor, self.tensors), blocks, slot)
+        fragments = block_fragments(map(describe_tensor, self.tensors), blocks, raw)
         begin = time.perf_counter()
-        self.device: Device = open_device(kind, fragments, blocks, self.tensors)
+        self.device: Device = open_device(kind, fragments, blocks, self.tensors, compress=compress)
         self.opened = time.perf_counter() - begin
-        check_copies(self.device, fragments, blocks)
+        check_copies(self.device, fragments, blocks, compress=compress)
         self.checked = time.perf_counter() - begin - self.opened
         self.blocks = draw.permutation(blocks)[: self.count].astype(np.int64)
         self.slots = draw.permutation(region.bytes // slot)[: self.count].astype(np.int64) * slot
@@ -223,12 +228,14 @@ def beside(case: Case, decode: Decode, saves: bool, rounds: int) -> tuple[float,
     return found, rate
 
 
-def measure(machine: Machine, fragments: list[int], layers: list[int], total: int, rounds: int) -> dict[str, Any]:
+def measure(
+    machine: Machine, fragments: list[int], layers: list[int], total: int, rounds: int, compress: bool
+) -> dict[str, Any]:
     region, limit, on = Region(total + total // 2 + GIB), Limit(machine, total), machine.torch
     rows, costs = [], {}
     free = on.mem_get_info()[0]
     for number, (fragment, count) in enumerate((f, n) for f in fragments for n in layers):
-        case = Case(machine, region, fragment << 10, count, total)
+        case = Case(machine, region, fragment << 10, count, total, compress)
         if not number:
             costs = {"open_seconds": case.opened, "canary_seconds": case.checked}
             for name, saves in (("ring_save_gbs", True), ("ring_load_gbs", False)):
@@ -265,10 +272,12 @@ def measure(machine: Machine, fragments: list[int], layers: list[int], total: in
     return {"device": on.get_device_name(), "torch": torch.__version__, "copies": rows, "costs": costs}
 
 
-def measure_decode(machine: Machine, fragments: list[int], total: int, rounds: int) -> list[dict[str, Any]]:
+def measure_decode(
+    machine: Machine, fragments: list[int], total: int, rounds: int, compress: bool
+) -> list[dict[str, Any]]:
     region, decode, rows = Region(total + total // 2 + GIB), Decode(machine), []
     for fragment in fragments:
-        case = Case(machine, region, fragment << 10, 32, total)
+        case = Case(machine, region, fragment << 10, 32, total, compress)
         case.register()
         for saves, decode.copies in itertools.product((True, False), (False, True)):
             decode.milliseconds()
@@ -300,13 +309,14 @@ def main() -> None:
     parser.add_argument("--mib", type=int, default=1024, help="MiB per job")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--no-decode", action="store_true")
+    parser.add_argument("--compress", action="store_true")
     parser.add_argument("--json", type=Path, help="file for all figures")
     options = parser.parse_args()
     fragments, layers = ([int(n) for n in text.split(",")] for text in (options.fragments, options.layers))
     total = options.mib << 20
     machine = Machine(options.device)
-    found = measure(machine, fragments, layers, total, options.rounds)
-    found["decode"] = [] if options.no_decode else measure_decode(machine, fragments, total, 3)
+    found = measure(machine, fragments, layers, total, options.rounds, options.compress)
+    found["decode"] = [] if options.no_decode else measure_decode(machine, fragments, total, 3, options.compress)
     if options.json:
         options.json.write_text(json.dumps(found, indent=2))
     print(f"{found['device']}, torch {found['torch']}, jobs of {options.mib} MiB, medians of {options.rounds}")
