@@ -85,7 +85,7 @@ class ConnectorSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     on_reset: str = "new"  # the weights after a reset of the cache: `new`, the present ones (`keep`), or a version
     gate: str = "auto"  # load hits only if that is faster than computing them, or always (`off`)
     overlap: str = "auto"  # compute a request that is alone while it loads, or not (`off`)
-    compress: str = "off"  # store KV of bfloat16 in fewer bytes, on devices that have the kernels (`auto`)
+    compress: str = "auto"  # store KV of bfloat16 in fewer bytes, on devices that have the kernels, or not (`off`)
     multimodal: str = "on"  # cache images, audio and video by digests, also by texts of users (`uuids`), or not (`off`)
     verify: str = "off"  # blocks whose checksums are taken and compared: `off`, `sample` (one in 16), `all`
     canary_every: int = 10_000  # of so many requests with a hit, one is computed as well, to compare; 0 is none

@@ -141,6 +141,12 @@ def ours(folder: Path, gib: int, extra: dict[str, Any], *flags: str) -> Iterator
 
 
 @contextlib.contextmanager
+def uncompressed(folder: Path, gib: int, extra: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    with ours(folder, gib, extra | {"compress": "off"}) as more:
+        yield more
+
+
+@contextlib.contextmanager
 def disk(folder: Path, gib: int, extra: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Ours, with a disk below a small region."""
     below = tempfile.TemporaryDirectory(dir=DISK or folder)
@@ -165,6 +171,7 @@ CASES = {
             unsupported_reason=_installed("lmcache"),
         ),
         Case("ours", ours),
+        Case("uncompressed", uncompressed),
         Case("disk", disk),
     )
 }

@@ -31,7 +31,7 @@ def test_every_field_can_be_given() -> None:
         "on_reset": "step-13",
         "gate": "off",
         "overlap": "off",
-        "compress": "auto",
+        "compress": "off",
         "multimodal": "off",
         "verify": "all",
         "canary_every": 100,

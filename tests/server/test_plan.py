@@ -279,6 +279,6 @@ def test_what_the_host_holds_with_compression(name: str) -> None:
     large = found["kv"]["block_bytes"] > 4 * found["host"]["page_bytes"]
     assert 1.0 <= more < 1.32 and (more > 1.25 or "state" in found["model"]["kinds"] or not large)
     assert plan(name, kv_dtype="fp8")["host"]["compressed"] is None
-    assert f"{compressed['conversations']:,}   with the connector's `compress: auto`" in run(
+    assert f"{compressed['conversations']:,}   on NVIDIA GPUs, where they are compressed" in run(
         str(MODELS / f"{name}.json"), "--kv-dtype", "bf16"
     )

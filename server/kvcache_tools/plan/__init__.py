@@ -119,7 +119,7 @@ def _describe_host(host: Mapping[str, Any]) -> Iterator[str]:
     yield f"  blocks    {host['blocks']:>10,}   {host['tokens']:,} tokens"
     yield f"  holds     {host['conversations']:>10,}   conversations of {host['length']:,} tokens"
     if more := host["compressed"]:
-        yield f"            {more['conversations']:>10,}   with the connector's `compress: auto`"
+        yield f"            {more['conversations']:>10,}   on NVIDIA GPUs, where they are compressed"
     if host["size_bytes"] > host["ram_bytes"] // 2:
         yield "            tmpfs is limited to half of the memory by default: mount -o remount,size=... /dev/shm"
 

@@ -132,7 +132,8 @@ def read_setup(side: object, in_scheduler: bool, vllm_config: Any, kv_cache: Any
     compress = settings.compress == "auto"
     if compress and (reason := _without_kernels(found.device) or uncompressible(kv_cache, split)):
         compress = False
-        log("compress has no effect: %s", reason)
+        if in_scheduler:
+            logger.info("blocks are not compressed: %s", reason)
     stored = Stored(per_slot, by_head, multimodal != "off", compress)
     spec = namespace_spec(vllm_config, kv_cache, found, stored, engine, weights)
     if not found.seed:
