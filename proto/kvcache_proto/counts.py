@@ -41,8 +41,8 @@ _OF_EVENTS = """
     retain_refused_count retain_refused_other retain_refused_quota
 
     blocks_corrupt blocks_not_compressed blocks_verified canary_checked canary_failed canary_lost canary_mismatches
-    canary_requests canary_skipped invalidations_unsent drains_cut_short load_blocks_failed load_ends_failed load_us
-    loaded_bytes
+    canary_requests canary_skipped chunks_not_pulled invalidations_unsent drains_cut_short load_blocks_failed
+    load_ends_failed load_us loaded_bytes loads_shared peer_messages_unsent pulled_bytes
     loads_fail loads_failed loads_layered loads_of_another_boundary loads_of_another_region loads_of_odd_places
     loads_unannounced needed_blocks needed_bytes save_ends_failed save_us saved_bytes saves_given_away sums_failed
 

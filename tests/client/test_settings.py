@@ -32,6 +32,7 @@ def test_every_field_can_be_given() -> None:
         "gate": "off",
         "overlap": "off",
         "compress": "off",
+        "peer_loads": "auto",
         "multimodal": "off",
         "verify": "all",
         "canary_every": 100,

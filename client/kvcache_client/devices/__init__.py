@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import mmap
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -143,6 +143,25 @@ class Device(abc.ABC):
     def leave_step(self) -> None:
         """Note that the engine has submitted a step's work to the device, or nearly all of it."""
         return
+
+    def share(self, most: int) -> list[bytes]:
+        """Prepare copies from the caches of at most `most` other processes, and return what these need to read this
+        one, by layout; [] if they cannot."""
+        return []
+
+    def connect(self, peers: Mapping[int, Sequence[bytes]]) -> None:
+        """Open the caches of other ranks, by rank, as they have shared them. Raises CopyError if they cannot be read.
+
+        This and `pull` are called from one thread of their own.
+        """
+        raise CopyError("this device cannot read other processes' memory")
+
+    def pull(self, rank: int, layout: int, blocks: npt.NDArray[np.int64]) -> None:
+        """Copy blocks from the cache of another rank to the same places in this one, and wait for the end.
+
+        Neither side may touch them meanwhile. Raises CopyError; some of the bytes may then have been copied.
+        """
+        raise CopyError("no other cache is open")
 
     def poll(self) -> None:
         """Process jobs that have ended, if the device has no thread for this. Never waits."""

@@ -15,7 +15,8 @@ from kvcache_client.devices import CopyError, Unsupported
 from kvcache_client.devices.copy_paths import Path, Staged, Straight
 from kvcache_client.devices.cuda_compression import Compressing
 from kvcache_client.devices.cuda_driver import Driver
-from kvcache_client.devices.cuda_kernels import Copying, CudaPacker, find_compiler
+from kvcache_client.devices.cuda_kernels import Compiler, Copying, CudaPacker, Upload, find_compiler
+from kvcache_client.devices.cuda_peers import CudaPeers
 from kvcache_client.devices.layout import Fragment, Section, sections
 from kvcache_client.devices.runtime import Handle
 from kvcache_client.devices.streams import Paths, StreamDevice
@@ -72,13 +73,18 @@ def open_cuda(
             packer.close()
         held.clear()
 
+    def peers(most: int) -> CudaPeers:
+        with torch.cuda.device(device):
+            upload, grid = _upload(device, held), tuning.bursts * _multiprocessors(device)
+            return CudaPeers(driver, _compiler(device), fragments, upload, grid, most)
+
     def compute() -> Handle:
         return int(torch.cuda.current_stream(device).cuda_stream)
 
     def synchronize() -> None:
         torch.cuda.synchronize(device)
 
-    return StreamDevice(driver, compute, synchronize, Paths(make_path, keep, close), slot, num_blocks, tuning)
+    return StreamDevice(driver, compute, synchronize, Paths(make_path, keep, close, peers), slot, num_blocks, tuning)
 
 
 def _packer(
@@ -89,19 +95,31 @@ def _packer(
     held: list[torch.Tensor],
     compress: bool,
 ) -> CudaPacker:
+    program = Compressing(parts) if compress else Copying(parts)
+    grid = tuning.bursts * _multiprocessors(device)
+    return CudaPacker(driver, _compiler(device), program, _upload(device, held), grid)
+
+
+def _multiprocessors(device: torch.device) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def _compiler(device: torch.device) -> Compiler:
+    """Raises CopyError if there is none."""
     properties = torch.cuda.get_device_properties(device)
     # torch brings NVRTC, under its versioned name and as a dependency of one of torch's own libraries.
     names = [os.path.join(os.path.dirname(torch.__file__), "lib", "libcaffe2_nvrtc.so")]
     names += [f"libnvrtc.so.{version}" for version in (13, 12)]
-    compiler = find_compiler(names, 10 * properties.major + properties.minor)
+    return find_compiler(names, 10 * properties.major + properties.minor)
 
+
+def _upload(device: torch.device, held: list[torch.Tensor]) -> Upload:
     def upload(table: npt.NDArray[np.int64]) -> int:
         held.append(torch.from_numpy(table).to(device))
         torch.cuda.synchronize(device)
         return int(held[-1].data_ptr())
 
-    program = Compressing(parts) if compress else Copying(parts)
-    return CudaPacker(driver, compiler, program, upload, tuning.bursts * properties.multi_processor_count)
+    return upload
 
 
 def _stage(device: torch.device, size: int, slot: int, held: list[torch.Tensor]) -> tuple[list[int], int]:

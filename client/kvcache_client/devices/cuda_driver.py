@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from ctypes import POINTER, byref, c_char_p, c_float, c_int, c_size_t, c_uint, c_uint64, c_void_p
+from ctypes import POINTER, byref, c_char_p, c_float, c_int, c_size_t, c_ubyte, c_uint, c_uint64, c_void_p
 from typing import Any
 
 from kvcache_client.devices import CopyError
@@ -19,6 +19,7 @@ _PORTABLE = 1  # page-locked for every context of this process
 _NON_BLOCKING = 1  # a stream that the legacy default stream does not wait for
 _BLOCKING_SYNC, _NO_TIMING = 1, 2  # an event whose waiter sleeps; one without a time
 _IN_STREAM_ORDER = 1  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
+_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 
 
@@ -32,6 +33,12 @@ class DriverError(CopyError):
 
 class _Location(ctypes.Structure):
     _fields_ = (("type", c_int), ("id", c_int))
+
+
+class _Handle(ctypes.Structure):
+    """CUipcMemHandle."""
+
+    _fields_ = (("reserved", c_ubyte * 64),)
 
 
 class _Attributes(ctypes.Structure):
@@ -64,6 +71,10 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cuModuleLoadData": (POINTER(c_void_p), c_void_p),
     "cuModuleUnload": (c_void_p,),
     "cuModuleGetFunction": (POINTER(c_void_p), c_void_p, c_char_p),
+    "cuMemGetAddressRange_v2": (POINTER(c_uint64), POINTER(c_size_t), c_uint64),
+    "cuIpcGetMemHandle": (POINTER(_Handle), c_uint64),
+    "cuIpcOpenMemHandle_v2": (POINTER(c_uint64), _Handle, c_uint),
+    "cuIpcCloseMemHandle": (c_uint64,),
     "cuLaunchKernel": (c_void_p, *(c_uint,) * 7, c_void_p, c_void_p, c_void_p),
 }
 _BATCH = (c_void_p, c_void_p, c_void_p, c_size_t, POINTER(_Attributes), POINTER(c_size_t), c_size_t)
@@ -171,6 +182,30 @@ class Driver:
         copy = self._calls["cuMemcpyAsync"]
         for target, source, size in zip(targets.tolist(), sources.tolist(), sizes.tolist(), strict=True):
             self._check("cuMemcpyAsync", copy(target, source, size, stream))
+
+    # Device memory of other processes.
+
+    def allocation_of(self, address: int) -> int:
+        """Return where the allocation around `address` begins."""
+        base, size = c_uint64(), c_size_t()
+        self._call("cuMemGetAddressRange_v2", byref(base), byref(size), address)
+        return base.value
+
+    def share_memory(self, base: int) -> bytes:
+        """Return the handle by which other processes of this host open an allocation."""
+        handle = _Handle()
+        self._call("cuIpcGetMemHandle", byref(handle), base)
+        return bytes(handle.reserved)
+
+    def open_memory(self, handle: bytes) -> int:
+        """Return the address of another process's allocation, which may be on another device."""
+        base = c_uint64()
+        opened = _Handle((c_ubyte * 64).from_buffer_copy(handle))
+        self._call("cuIpcOpenMemHandle_v2", byref(base), opened, _PEER_ACCESS)
+        return base.value
+
+    def close_memory(self, base: int) -> None:
+        self._call("cuIpcCloseMemHandle", base)
 
     # Kernels.
 

@@ -63,7 +63,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) scatter(
     copy<false>(pieces, per_block, blocks, count, slots, slot);
 }
 """
-_WORDS = {16: "uint4", 8: "uint2", 4: "unsigned int", 2: "unsigned short", 1: "unsigned char"}
+WORDS = {16: "uint4", 8: "uint2", 4: "unsigned int", 2: "unsigned short", 1: "unsigned char"}
 
 
 class Compiler(NamedTuple):
@@ -131,8 +131,8 @@ class Copying(Program):
 
     def __init__(self, sections: Sequence[Section]) -> None:
         self._sections = sections
-        word = _common_word([fragment for section in sections for fragment in section.fragments])
-        self.macros = {"UNROLL": 4, "Word": _WORDS[word]}
+        word = common_word([fragment for section in sections for fragment in section.fragments])
+        self.macros = {"UNROLL": 4, "Word": WORDS[word]}
 
     def tables(self, upload: Upload) -> list[tuple[Pieces, int]]:
         found = []
@@ -165,7 +165,7 @@ class CudaPacker:
         table = upload(np.array([piece for pieces, _ in tables for piece in pieces], np.int64))
         self._arguments = []
         for pieces, size in tables:
-            self._arguments.append(_Arguments(table, len(pieces), size))
+            self._arguments.append(Arguments(table, len(pieces), size))
             table += len(pieces) * _PIECE_BYTES
 
     def launch(
@@ -182,7 +182,7 @@ class CudaPacker:
         self._driver.unload_module(self._module)
 
 
-class _Arguments:
+class Arguments:
     """The arguments of a launch, in C's memory: the driver reads them before the launch returns."""
 
     def __init__(self, table: int, pieces: int, size: int) -> None:
@@ -200,7 +200,7 @@ class _Arguments:
         self._count.value, self._buffer.value = len(blocks), buffer
 
 
-def _common_word(fragments: Sequence[Fragment]) -> int:
+def common_word(fragments: Sequence[Fragment]) -> int:
     """Return the largest size, up to 16 bytes, at whose multiples all fragments begin, here and in a slot, and end."""
     numbers = (number for fragment in fragments for number in fragment)
     return math.gcd(16, *numbers)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from kvcache_client.devices import Device, Job, Memory
 
@@ -63,6 +66,17 @@ class HybridDevice(Device):
         until = time.monotonic() + seconds
         for device in self.devices:
             device.linger(max(0.0, until - time.monotonic()))
+
+    def share(self, most: int) -> list[bytes]:
+        shared = [device.share(most) for device in self.devices]
+        return [only for each in shared for only in each] if all(shared) else []
+
+    def connect(self, peers: Mapping[int, Sequence[bytes]]) -> None:
+        for number, device in enumerate(self.devices):
+            device.connect({rank: shared[number : number + 1] for rank, shared in peers.items()})
+
+    def pull(self, rank: int, layout: int, blocks: npt.NDArray[np.int64]) -> None:
+        self.devices[layout].pull(rank, 0, blocks)
 
     def peek(self, address: int, size: int) -> bytes:
         return self.devices[0].peek(address, size)

@@ -9,8 +9,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection
-from typing import NamedTuple
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -28,12 +28,28 @@ logger = logging.getLogger("kvcache_client.devices")
 _SETTLED = 0.003  # seconds without work after which a device counts as idle: between two steps there is less
 
 
+class Peers(Protocol):
+    """The caches of other ranks: see `Device`."""
+
+    def share(self) -> bytes: ...
+
+    def connect(self, peers: Mapping[int, bytes]) -> None: ...
+
+    def pull(self, rank: int, blocks: npt.NDArray[np.int64]) -> None: ...
+
+    def close(self) -> None: ...
+
+
 class Paths(NamedTuple):
-    """`make(saves)` makes the path of saves or of loads; `close` frees their shared resources, and they read `keep`."""
+    """`make(saves)` makes the path of saves or of loads; `close` frees their shared resources, and they read `keep`.
+
+    `peers(most)` makes what reads other ranks' caches.
+    """
 
     make: Callable[[bool], Path]
     keep: object
     close: Callable[[], None] = lambda: None
+    peers: Callable[[int], Peers] | None = None
 
 
 class StreamDevice(Device):
@@ -56,6 +72,7 @@ class StreamDevice(Device):
         """
         self._runtime, self._now, self._synchronize = runtime, compute, synchronize
         self._paths = paths
+        self._peers: Peers | None = None
         self._slot, self._blocks = slot, num_blocks
         self.registration: Registration = Registration(runtime, tuning.register_chunk)
         self._owns_registration = True
@@ -161,6 +178,27 @@ class StreamDevice(Device):
     def linger(self, seconds: float) -> None:
         self._loads.linger(seconds)
 
+    def share(self, most: int) -> list[bytes]:
+        if self._paths.peers is None:
+            return []
+        try:
+            self._runtime.use()
+            self._peers = self._paths.peers(most)
+            return [self._peers.share()]
+        except CopyError as error:
+            logger.info("other ranks cannot read this one's KV cache: %s", error)
+            return []
+
+    def connect(self, peers: Mapping[int, Sequence[bytes]]) -> None:
+        if self._peers is None:
+            raise CopyError("this cache is not shared")
+        self._peers.connect({rank: shared for rank, (shared,) in peers.items()})
+
+    def pull(self, rank: int, layout: int, blocks: npt.NDArray[np.int64]) -> None:
+        if self._peers is None:
+            raise CopyError("this cache is not shared")
+        self._peers.pull(rank, blocks)
+
     def peek(self, address: int, size: int) -> bytes:
         self._runtime.use()
         self._synchronize()
@@ -181,7 +219,8 @@ class StreamDevice(Device):
             return
         self._closed = True
         unlock = (self.registration.close,) if self._owns_registration else ()
-        for free in (self._runtime.use, self._saves.close, self._loads.close, *unlock, self._paths.close):
+        peers = () if self._peers is None else (self._peers.close,)
+        for free in (self._runtime.use, *peers, self._saves.close, self._loads.close, *unlock, self._paths.close):
             try:
                 free()
             except CopyError as error:  # the device is gone, and its resources with it

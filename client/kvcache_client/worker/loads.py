@@ -10,15 +10,19 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcache_client.devices import Job
-from kvcache_client.session.region import Region
+from kvcache_client.session.region import Placed, Region
 from kvcache_client.step_plan import LoadJob, pick_refs
+from kvcache_client.worker.exchange import Key
 from kvcache_client.worker.layered import EarlyLoads
-from kvcache_client.worker.places import without_nulls
+from kvcache_client.worker.peers import Peers, Shared
+from kvcache_client.worker.places import divide, without_nulls
 from kvcache_client.worker.rank import Rank, copy_pieces
 from kvcache_proto.types import REF_BYTES, Finding
 
 logger = logging.getLogger("vllm.kvcache.worker")
 
+SHARED_BYTES = 16 << 20  # of a load that ranks share: below, telling each other takes what they save
+CHUNK_BYTES = 32 << 20  # that a rank copies before the others take it
 CARRIES = 5e9  # bytes per second that a thread carries, until a rate has been measured
 CHANGE = 0.1  # smallest relative change of that rate that is reported to the scheduler's side
 
@@ -33,6 +37,7 @@ class Loads:
         )
         self.invalid: set[int] = set()  # device blocks that loads did not fill
         self.failed: set[str] = set()  # requests whose loads have failed, in an engine with several groups
+        self.peers: Peers | None = None  # ranks that share loads with this one
         self._done: deque[tuple[str, list[int]]] = deque()  # requests whose load has ended, and blocks that failed
         self._parts: dict[str, tuple[int, list[int]]] = {}  # of loads with several jobs: jobs left, failed blocks
         self._lock = threading.Lock()
@@ -45,27 +50,61 @@ class Loads:
         """Whether loads have ended that `take_received` has not returned yet."""
         return bool(self._done)
 
-    def begin(self, job: LoadJob) -> None:
-        """Start a load."""
+    def begin(self, job: LoadJob, key: Key = (0, 0)) -> None:
+        """Start a load. Its `key` ascends, and is the same in all ranks."""
+        shared = self.peers is not None and self._is_shared(job)
+        if not self._begin(job, key, shared) and shared and self.peers is not None:
+            self.peers.decline(key)
+
+    def _is_shared(self, job: LoadJob) -> bool:
+        """Whether ranks that hold the same KV share a load: each comes to the same result."""
+        size = (
+            len(job.blocks) * self._rank.layout.places[job.group].bytes // self._rank.layout.places[job.group].columns
+        )
+        slots, ranks = len(job.refs) // REF_BYTES, len(self._rank.layout.facts.sharers)
+        return not job.layered and slots >= ranks and size >= SHARED_BYTES
+
+    def _begin(self, job: LoadJob, key: Key, shared: bool) -> bool:
+        """Return whether other ranks have a part in it."""
         rank, layout, region = self._rank, self._rank.layout, self._rank.session.region
         direct = region is not None and region is self._direct_region
         if job.layered and region is not None and direct and self.early.begin(job, region):
             self._done.append((job.request, []))
-            return
+            return False
         if rank.device is None or region is None or region.id != job.region:
             rank.counts.add("loads_of_another_region")
             self._end(job, job.blocks or [0])
-            return
+            return False
         placed = layout.place(region, job.refs, job.skip + len(job.blocks), job.group)
         if placed is None:
             rank.counts.add("loads_of_odd_places")
             self._end(job, job.blocks)
-            return
+            return False
+        epoch = rank.epoch
+        if shared and self.peers is not None and self.peers.ready:
+            self.peers.begin(key, self._divided(job, region, placed, epoch))
+            return True
         pieces = layout.places[job.group].cut(placed.offsets, job.blocks, job.skip)
         if layout.facts.groups:
             pieces = without_nulls(pieces, layout.parts)
-        epoch = rank.epoch
         copy_pieces(rank.device.load, region, placed.runs, pieces, lambda done: self._copied(job, region, epoch, done))
+        return False
+
+    def _divided(self, job: LoadJob, region: Region, placed: Placed, epoch: int) -> Shared:
+        layout = self._rank.layout
+        places, ranks = layout.places[job.group], layout.facts.sharers
+        every = max(1, CHUNK_BYTES // places.bytes)
+        parts = divide(places, placed.offsets, job.blocks, job.skip, len(ranks), every)
+        if layout.facts.groups:
+            parts = [[without_nulls(pieces, layout.parts) for pieces in chunks] for chunks in parts]
+        size, slots = places.bytes, len(placed.offsets)
+        return Shared(
+            region,
+            placed.runs,
+            dict(zip(ranks, parts, strict=True)),
+            {rank: size * len(range(at, slots, len(ranks))) for at, rank in enumerate(ranks)},
+            lambda done: self._copied(job, region, epoch, done),
+        )
 
     def _end(self, job: LoadJob, failed: list[int]) -> None:
         """Report the load of a request with the last of its jobs."""

@@ -42,6 +42,11 @@ class Shards(NamedTuple):
         writes = range(rank % self.replicas, self.parts, self.replicas)
         return range(first, first + self.parts), tuple(first + part for part in writes)
 
+    def sharers(self, rank: int, ranks: int) -> tuple[int, ...]:
+        """Return those of all `ranks` that read the same shards as `rank`."""
+        mine = self.of_rank(rank)[0]
+        return tuple(each for each in range(ranks) if self.of_rank(each)[0] == mine)
+
 
 class RankTable(NamedTuple):
     """A KV cache group of the engine, in the slots of a cached group."""
@@ -65,6 +70,7 @@ class RankFacts:
     experts: bool = False  # whether the model routes tokens to experts
     groups: Sequence[Sequence[RankTable]] = ()
     compress: bool = False  # whether blocks are stored compressed, in an engine without `groups`
+    sharers: tuple[int, ...] = ()  # the ranks that hold the same KV and share its loads, this one included
     joins_later: bool = False  # with a plan's namespace. Until then, only this rank's sizes are right in the given one
 
 
@@ -160,6 +166,29 @@ class Places:
             order = np.argsort(offsets, kind="stable")  # their order in the region
             blocks, offsets = blocks[order], offsets[order]
         return Piece(layout, blocks, offsets)
+
+
+def divide(
+    places: Places, offsets: npt.NDArray[np.integer], blocks: Sequence[int], skip: int, number: int, every: int
+) -> list[list[list[Piece]]]:
+    """Return the copies of each of `number` ranks that share a load, as chunks of `every` slots of each rank.
+
+    `offsets`, `blocks` and `skip` are as for `Places.cut`.
+    """
+    slots, columns = len(offsets), places.columns
+
+    def pieces(some: range) -> list[Piece]:
+        if not some:
+            return []
+        ends = [(max(0, slot * columns - skip), (slot + 1) * columns - skip) for slot in some]
+        inside = [block for begin, end in ends for block in blocks[begin:end]]
+        return places.cut(offsets[some.start : some.stop : some.step], inside, 0 if some.start else skip)
+
+    chunks = range(0, slots, every * number)
+    return [
+        [pieces(range(begin + rank, min(begin + every * number, slots), number)) for begin in chunks]
+        for rank in range(number)
+    ]
 
 
 def without_nulls(pieces: Sequence[Piece], parts: Parts = WHOLE) -> list[Piece]:

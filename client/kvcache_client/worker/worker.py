@@ -22,6 +22,7 @@ from kvcache_client.step_plan import Report, StepPlan
 from kvcache_client.worker.kv_layout import BlockLayout, KVLayout, dtype_of, flatten
 from kvcache_client.worker.layered import LayeredLoads, section_ends
 from kvcache_client.worker.loads import Loads
+from kvcache_client.worker.peers import Peers
 from kvcache_client.worker.places import RankFacts, Shards
 from kvcache_client.worker.rank import Rank
 from kvcache_client.worker.saves import CanaryChecks, Saves
@@ -95,6 +96,8 @@ class Worker:
         if self._registration is not None:
             device.adopt(self._registration)
             self._registration = None
+        if others := [rank for rank in layout.facts.sharers if rank != self._rank.number]:
+            self.loads.peers = Peers(self._session.engine, self._rank.number, others, device, self._rank.counts)
         if sections:
             self.loads.early.layered = LayeredLoads(device, ends, sections)
         if layout.facts.groups:  # the full group's values are compared
@@ -175,8 +178,8 @@ class Worker:
         if plan.number <= self._loaded:
             return
         self._loaded = plan.number
-        for job in plan.loads:
-            self.loads.begin(job)
+        for index, job in enumerate(plan.loads):
+            self.loads.begin(job, (plan.number, index))
 
     def received(self, idle: bool = False) -> set[str]:
         """Return the requests whose loads have ended since the last call, successfully or not, each once.
@@ -236,8 +239,9 @@ class Worker:
     def drain(self) -> None:
         """Wait at most `drain_ms` for running copies, before device memory is unmapped or the process ends."""
         self.loads.early.start_all()
-        limit = self._settings.drain_ms
-        if self._device is not None and not self._device.drain(limit / 1000):
+        limit, peers = self._settings.drain_ms, self.loads.peers
+        ended = peers is None or peers.drain(limit / 1000)
+        if self._device is not None and not (self._device.drain(limit / 1000) and ended):
             self._rank.counts.add("drains_cut_short")
             logger.warning("rank %d: copies were still running after %.0f ms", self._rank.number, limit)
 
@@ -246,6 +250,8 @@ class Worker:
         if self._registration is not None:
             self._registration.close()
         self.drain()
+        if self.loads.peers is not None:
+            self.loads.peers.close()
         if self._device is not None:
             self._device.close()
         self._rank.verifier.close()

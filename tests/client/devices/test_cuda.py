@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -102,6 +105,43 @@ def test_a_graph_is_captured_while_copies_run() -> None:
         assert [bench.slot(number) for number in range(BLOCKS)] == before
     finally:
         bench.close()
+
+
+@pytest.mark.parametrize("parts", [1, 4])
+@pytest.mark.parametrize("name", ["mla", "padded", "kernel blocks", "odd"])
+def test_blocks_come_from_another_process(name: str, parts: int) -> None:
+    """Here from the same device."""
+    command = [sys.executable, str(Path(__file__).parent / "other_rank.py"), name]
+    bench = Bench(RIGS["cuda"], LAYOUTS[name])
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        try:
+            assert other.stdout is not None
+            *theirs, shared = (bytes.fromhex(other.stdout.readline()) for _ in range(BLOCKS + 1))
+            before, around = bench.blocks(), bench.around()
+            assert before != theirs
+            assert bench.device.share(1)
+            bench.device.connect({7: [shared]})
+            for first in range(parts):
+                bench.device.pull(7, 0, np.arange(first, BLOCKS - 2, parts))
+            torch.cuda.synchronize()
+            assert bench.blocks() == theirs[:-2] + before[-2:]
+            assert bench.around() == around
+        finally:
+            bench.close()
+            other.communicate("")
+
+
+def test_a_cache_of_another_layout_is_not_read() -> None:
+    bench, other = (Bench(RIGS["cuda"], LAYOUTS[name]) for name in ("mla", "padded"))
+    try:
+        bench.device.share(1)
+        with pytest.raises(CopyError, match="another layout"):
+            bench.device.connect({1: other.device.share(1)})
+        with pytest.raises(CopyError):  # of this process
+            bench.device.connect({1: bench.device.share(1)})
+    finally:
+        bench.close()
+        other.close()
 
 
 def test_a_driver_without_batches_copies_one_by_one() -> None:

@@ -76,6 +76,7 @@ class RankSide(Side):
             setup.per_slot,
             has_experts(setup.vllm),
             groups,
+            sharers=setup.split.sharers(rank, setup.ranks) if setup.settings.peer_loads == "auto" else (),
             compress=not groups and compressed(layer_spec(kv_cache), block_bytes),
             joins_later=setup.stages > 1,
         )

@@ -1,0 +1,143 @@
+"""Copies from the caches of other ranks, whose processes share their memory: a kernel reads it over NVLink.
+
+A block has the same number and layout in all of them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from collections.abc import Callable, Mapping, Sequence
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from kvcache_client.devices import CopyError
+from kvcache_client.devices.cuda_driver import Driver
+from kvcache_client.devices.cuda_kernels import MOST_BLOCKS, PIECE, THREADS, WORDS, Arguments, Compiler, common_word
+from kvcache_client.devices.layout import Fragment
+
+logger = logging.getLogger("kvcache_client.devices")
+
+_SOURCE = """
+struct Piece { const char* source; char* target; long long stride; long long bytes; };
+struct Blocks { int number[MOST_BLOCKS]; };
+
+extern "C" __global__ void __launch_bounds__(THREADS) pull(
+    const Piece* pieces, int per_block, const __grid_constant__ Blocks blocks, int count) {
+    for (int work = blockIdx.x; work < per_block * count; work += gridDim.x) {
+        const int index = work / per_block;
+        const Piece piece = pieces[work - index * per_block];
+        const long long at = blocks.number[index] * piece.stride;
+        const Word* source = (const Word*)(piece.source + at);
+        Word* target = (Word*)(piece.target + at);
+        const int words = piece.bytes / sizeof(Word);
+        for (int first = threadIdx.x; first < words; first += UNROLL * THREADS) {
+            Word held[UNROLL];
+            #pragma unroll
+            for (int i = 0; i < UNROLL; i++)
+                if (first + i * THREADS < words) held[i] = __ldcs(source + first + i * THREADS);
+            #pragma unroll
+            for (int i = 0; i < UNROLL; i++)
+                if (first + i * THREADS < words) __stcs(target + first + i * THREADS, held[i]);
+        }
+    }
+}
+"""
+_PIECE_BYTES = 32  # of `Piece`
+
+
+class Shared(msgspec.Struct, frozen=True, array_like=True):
+    """A cache that other processes may read."""
+
+    handles: list[bytes]  # of its allocations
+    fragments: list[tuple[int, int, int, int]]  # the index of an allocation, and the offset in it; stride, and bytes
+
+
+class CudaPeers:
+    """The caches of other ranks, for one layout of a block."""
+
+    def __init__(
+        self,
+        driver: Driver,
+        compiler: Compiler,
+        fragments: Sequence[Fragment],
+        upload: Callable[[npt.NDArray[np.int64]], int],
+        grid: int,
+        most: int,
+    ) -> None:
+        """Of at most `most` ranks. Raises CopyError."""
+        self._driver, self._fragments, self._grid, self._most = driver, fragments, grid, most
+        self._pieces = sum(-(-fragment.bytes // PIECE) for fragment in fragments)
+        self._table = upload(np.zeros((most * self._pieces, _PIECE_BYTES // 8), np.int64))
+        word = WORDS[common_word(fragments)]
+        options = {"MOST_BLOCKS": MOST_BLOCKS, "THREADS": THREADS, "UNROLL": 4, "Word": word}
+        image = compiler.compile(_SOURCE, [f"--define-macro={name}={value}" for name, value in options.items()])
+        self._module = driver.load_module(image)
+        self._pull = driver.function(self._module, "pull")
+        self._stream, self._event = driver.create_stream(), driver.create_event(timed=True)
+        self._arguments: dict[int, Arguments] = {}
+        self._opened: list[int] = []
+
+    def share(self) -> bytes:
+        """Return what other processes need to read this cache. Raises CopyError if they cannot, as with memory that
+        vLLM's sleep mode or PyTorch's expandable segments have mapped."""
+        handles: dict[int, bytes] = {}
+        places = []
+        for pointer, stride, size in self._fragments:
+            base = self._driver.allocation_of(pointer)
+            if base not in handles:
+                handles[base] = self._driver.share_memory(base)
+            places.append(([*handles].index(base), pointer - base, stride, size))
+        return msgspec.msgpack.encode(Shared([*handles.values()], places))
+
+    def connect(self, peers: Mapping[int, bytes]) -> None:
+        """Open the caches of other ranks, by rank. Raises CopyError if they cannot be read, or have another layout."""
+        self._driver.enter_thread()
+        for number, (rank, shared) in enumerate(list(peers.items())[: self._most]):
+            other = msgspec.msgpack.decode(shared, type=Shared)
+            if [each[2:] for each in other.fragments] != [tuple(each)[1:] for each in self._fragments]:
+                raise CopyError(f"rank {rank} has another layout of its KV")
+            bases = [self._driver.open_memory(handle) for handle in other.handles]
+            self._opened += bases
+            rows = []
+            for mine, (allocation, offset, stride, size) in zip(self._fragments, other.fragments, strict=True):
+                theirs = bases[allocation] + offset
+                if (theirs - mine.pointer) % 16:
+                    raise CopyError(f"rank {rank} has its KV at another alignment")
+                for begin in range(0, size, PIECE):
+                    rows.append((theirs + begin, mine.pointer + begin, stride, min(PIECE, size - begin)))
+            table = self._table + number * self._pieces * _PIECE_BYTES
+            self._write(table, np.array(rows, np.int64))
+            self._arguments[rank] = Arguments(table, self._pieces, 0)
+
+    def _write(self, address: int, rows: npt.NDArray[np.int64]) -> None:
+        """On a stream of our own: the engine may be capturing a graph."""
+        host = self._driver.allocate_host(rows.nbytes)
+        try:
+            ctypes.memmove(host, rows.ctypes.data, rows.nbytes)
+            target, source, size = (np.array([value], np.uint64) for value in (address, host, rows.nbytes))
+            self._driver.copy_batch(target, source, size, False, self._stream)
+            self._driver.synchronize(self._stream)
+        finally:
+            self._driver.free_host(host)
+
+    def pull(self, rank: int, blocks: npt.NDArray[np.int64]) -> None:
+        """Copy blocks from the cache of another rank, and wait for the end. Raises CopyError."""
+        arguments = self._arguments[rank]
+        for first in range(0, len(blocks), MOST_BLOCKS):
+            some = blocks[first : first + MOST_BLOCKS]
+            arguments.fill(some, 0)
+            grid = min(self._grid, len(some) * self._pieces)
+            self._driver.launch(self._pull, grid, THREADS, self._stream, arguments.addresses)
+        self._driver.record(self._event, self._stream)
+        self._driver.wait_host(self._event)
+
+    def close(self) -> None:
+        self._arguments.clear()
+        for base in self._opened:
+            self._driver.close_memory(base)
+        self._driver.destroy_event(self._event)
+        self._driver.destroy_stream(self._stream)
+        self._driver.unload_module(self._module)
