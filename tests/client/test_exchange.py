@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvcache_client.devices.layout import Parts
 from kvcache_client.worker.exchange import MOST_EARLY, NOT_SHARED, PATIENCE, End, Exchange, Fill, Pull, Tell
+from kvcache_client.worker.places import Column, Piece, Places, divide
 
 KEY = (7, 0)
 
@@ -48,6 +51,7 @@ def test_a_peer_is_not_waited_for_twice() -> None:
     """One that has been stopped is late once; later loads do not wait for it until it is heard of again."""
     exchange = Exchange([1])
     exchange.begin(KEY, 1, {1: [0]}, 0.0)
+    assert exchange.deadline() is None and exchange.expire(2 * PATIENCE) == [], "its own copies take as long"
     exchange.landed(KEY, 0, "", 1.0)
     assert exchange.deadline() == 1.0 + PATIENCE
     assert exchange.expire(0.9 + PATIENCE) == []
@@ -86,6 +90,27 @@ def test_what_is_said_of_loads_that_never_begin_here_is_forgotten() -> None:
     assert exchange.decline((3 * MOST_EARLY, 0)) == [Tell((3 * MOST_EARLY, 0), NOT_SHARED)]
     assert not exchange._early
     assert exchange.told(1, (5, 0), 0, 0.0) == [] and not exchange._early
+
+
+@given(st.integers(0, 2**32))
+def test_ranks_copy_together_what_one_would_copy(seed: int) -> None:
+    draw = random.Random(seed)
+    columns, slots, parts = draw.randint(1, 3), draw.randint(1, 20), draw.choice((Parts(1, 1), Parts(4, 8)))
+    places = Places(100, [Column(0, 16, columns, 0)], parts)
+    skip, short = draw.randrange(columns), draw.randrange(columns)
+    blocks = draw.sample(range(1000), max(1, slots * columns - skip - short))
+    offsets = np.array(draw.sample(range(0, 100_000, 1000), slots))
+
+    def copies(pieces: Iterable[Piece]) -> list[tuple[int, int]]:
+        return sorted(pair for each in pieces for pair in zip(each.blocks.tolist(), each.offsets.tolist(), strict=True))
+
+    number, every = draw.randint(2, 4), draw.randint(1, 3)
+    ranks = divide(places, offsets, blocks, skip, number, every)
+    assert len(ranks) == number and len({len(chunks) for chunks in ranks}) == 1
+    all_pieces = [piece for chunks in ranks for pieces in chunks for piece in pieces]
+    assert copies(all_pieces) == copies(places.cut(offsets, blocks, skip))
+    sizes = [sum(len(piece.blocks) for pieces in chunks for piece in pieces) for chunks in ranks]
+    assert max(sizes) - min(sizes) <= 2 * columns * parts.number * -(-slots // (number * every)), sizes
 
 
 class Ranks:

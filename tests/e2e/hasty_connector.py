@@ -6,6 +6,7 @@ from kvcache_client.devices import Job
 from kvcache_client.devices.cpu import CpuDevice
 from kvcache_client.engines.vllm.connector import KVCacheServerConnector
 from kvcache_client.step_plan import LoadJob
+from kvcache_client.worker.exchange import Key
 from kvcache_client.worker.loads import Loads
 
 __all__ = ["KVCacheServerConnector"]
@@ -17,9 +18,9 @@ def _hasty(self: CpuDevice, job: Job, part: slice) -> None:
     _copy(self, job, part if job.saves else slice(part.start, -1))
 
 
-def _first(self: Loads, job: LoadJob) -> None:
+def _first(self: Loads, job: LoadJob, key: Key) -> None:
     setattr(CpuDevice, "_copy", _hasty)  # noqa: B010
-    _begin(self, job)
+    _begin(self, job, key)
 
 
 setattr(Loads, "begin", _first)  # noqa: B010

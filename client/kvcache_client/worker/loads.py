@@ -50,7 +50,7 @@ class Loads:
         """Whether loads have ended that `take_received` has not returned yet."""
         return bool(self._done)
 
-    def begin(self, job: LoadJob, key: Key = (0, 0)) -> None:
+    def begin(self, job: LoadJob, key: Key) -> None:
         """Start a load. Its `key` ascends, and is the same in all ranks."""
         shared = self.peers is not None and self._is_shared(job)
         if not self._begin(job, key, shared) and shared and self.peers is not None:

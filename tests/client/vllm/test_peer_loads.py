@@ -13,7 +13,7 @@ import pytest
 from peer_memory import Memory
 
 from kvcache_client.devices import CopyError
-from kvcache_client.worker import loads, peers
+from kvcache_client.worker import exchange, loads, peers
 
 BLOCK = 32
 LENGTH = 30 * BLOCK + 7
@@ -147,6 +147,30 @@ def stopped(each: Any, seconds: float) -> Iterator[None]:
     """Nothing is heard of a rank, and its own load does not end, for some time."""
     each._put(lambda: time.sleep(seconds) or [])
     yield
+
+
+@pytest.mark.parametrize("what", ["leaves", "shares nothing"])
+def test_nobody_waits_for_a_rank_that_says_so(
+    sharing: Any, sim: Any, prompt: Any, idle: Any, monkeypatch: Any, what: str
+) -> None:
+    monkeypatch.setattr(exchange, "PATIENCE", 1000.0)
+    tokens = prompt(LENGTH)
+    one, two = sharing("one"), sharing("two")
+    one.generate(tokens)
+    idle()
+    other = two.workers[1].loads.peers
+    if what == "shares nothing":
+        other._failed = "the test says so"
+        assert two.generate(tokens, 3) == sim.expected(tokens, 3)
+    else:
+        with two.held_copies(slice(1, 2)):
+            two.add("r0", tokens, 3)
+            two.step()
+            other._put(lambda: other._leave(other._sockets[0], 0) or [])
+        two.run()
+        assert two.outputs["r0"] == sim.expected(tokens, 3)
+    assert two.prefills["r0"] == (7, 0, 30 * BLOCK)
+    assert counted(two, "chunks_not_pulled")[0]
 
 
 def test_a_request_waits_until_all_ranks_have_taken_what_is_theirs(

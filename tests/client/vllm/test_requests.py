@@ -357,7 +357,7 @@ def test_a_request_whose_load_failed_is_offered_no_hit_again(
     one.generate(tokens)
     idle()
     worker = two.runners[0].connector._worker
-    monkeypatch.setattr(worker.loads, "begin", lambda job: worker.loads._end(job, job.blocks))
+    monkeypatch.setattr(worker.loads, "begin", lambda job, key: worker.loads._end(job, job.blocks))
     assert two.generate(tokens, 3) == sim.expected(tokens, 3)
     assert two.received == ["r0"]
     assert two.counters["loads_failed"] == 1
