@@ -42,13 +42,13 @@ def test_blocks_take_fewer_bytes_and_come_back(compressing: Any, sim: Any, promp
 
 
 @pytest.mark.parametrize(("compress", "kept"), [("auto", True), ("off", False)])
-def test_memory_holds_a_fifth_more_blocks(
+def test_memory_holds_three_tenths_more(
     compressing: Any, sim: Any, prompt: Any, idle: Any, start_daemon: Any, compress: str, kept: bool
 ) -> None:
-    """Prompts of 1.2 times the region's bytes, asked for twice."""
-    region = start_daemon(size="16MiB")
-    specs = sim.full(64, dtype=sim.torch.bfloat16)
-    fits = region.status()["pool"]["bytes"] * 6 // 5 // (64 * sim.PAGE // 2 * 8)
+    """Prompts of 1.3 times the region's bytes, in blocks of 512 KiB, asked for twice."""
+    region = start_daemon(size="64MiB")
+    specs = sim.full(256, dtype=sim.torch.bfloat16)
+    fits = int(1.3 * (64 << 20) / (256 * sim.PAGE // 2 * 8))
     one = compressing("one", specs=specs, endpoint=region.endpoint, extra={"compress": compress})
     prompts = [prompt(8 * BLOCK + 3) for _ in range(fits)]
     for tokens in prompts:
