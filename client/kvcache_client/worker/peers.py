@@ -151,7 +151,7 @@ class Peers:
             while self._open:
                 self._step()
             self._failed = "the device was closed before the copy ended"
-        except Exception as error:
+        except Exception as error:  # the engine waits for the loads
             logger.exception("rank %d shares no loads any more", self._rank)
             self._failed = f"{type(error).__name__}: {error}"
         for each in (*self._sockets.values(), self._listener):
@@ -159,7 +159,7 @@ class Peers:
                 each.close()
         self._end_all()
         while self._open:  # a load may have begun meanwhile
-            self._selector.select(_PAUSE)
+            time.sleep(_PAUSE)
             self._end_all()
 
     def _step(self) -> None:

@@ -173,6 +173,19 @@ def test_nobody_waits_for_a_rank_that_says_so(
     assert counted(two, "chunks_not_pulled")[0]
 
 
+def test_what_nobody_expected_fails_a_load_and_not_the_engine(sharing: Any, sim: Any, prompt: Any, idle: Any) -> None:
+    tokens = prompt(LENGTH)
+    one, two = sharing("one"), sharing("two")
+    one.generate(tokens)
+    idle()
+    broken = two.workers[1].loads.peers
+    broken._exchange.landed = lambda *what: 1 / 0
+    assert two.generate(tokens, 3) == sim.expected(tokens, 3)
+    assert broken._failed.startswith("ZeroDivisionError") and broken.drain(5)
+    assert two.reset()
+    assert two.generate(tokens, 3, name="again") == sim.expected(tokens, 3)
+
+
 def test_a_request_waits_until_all_ranks_have_taken_what_is_theirs(
     sharing: Any, sim: Any, prompt: Any, idle: Any, memory: Memory
 ) -> None:
