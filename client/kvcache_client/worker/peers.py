@@ -1,17 +1,14 @@
-"""Ranks of an engine that hold the same KV: they share loads, on a thread that talks to the others.
+"""Ranks of an engine that hold the same KV share loads: the thread that copies from the others' devices.
 
-They meet at sockets of this host, and only processes of the same user are heard. What they say is in `Exchange`.
+What it does is decided by `Exchange`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import logging
-import os
 import selectors
 import socket
-import struct
 import threading
 import time
 from collections import deque
@@ -25,37 +22,14 @@ from kvcache_client.address_ranges import Runs
 from kvcache_client.devices import CopyError, Device, Job, Memory
 from kvcache_client.session.counters import Counters
 from kvcache_client.worker.exchange import Action, End, Exchange, Fill, Key, Pull, Tell
+from kvcache_client.worker.meeting import PAUSE, Hello, Meeting, Message, Ready, There
 from kvcache_client.worker.places import Piece
 from kvcache_client.worker.rank import copy_pieces
 
 logger = logging.getLogger("vllm.kvcache.worker")
 
-MEETING_SECONDS = 300.0  # for which a rank looks for the others: they may still read weights
-_PAUSE = 0.2  # between two attempts to reach a rank
-_MESSAGE_BYTES = 1 << 20
 _RATE_BYTES = 256 << 20  # copied before rates are compared
 _FASTER = 2.0  # than the region: peers below this share the bus, and nothing is gained
-
-
-class Hello(msgspec.Struct, frozen=True, array_like=True, tag=0):
-    """The first message of each side."""
-
-    rank: int
-    shared: list[bytes]  # see `Device.share`
-
-
-class Ready(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """This rank can read the caches of all others."""
-
-
-class There(msgspec.Struct, frozen=True, array_like=True, tag=2):
-    """A chunk of a load is on this rank's device."""
-
-    key: Key
-    chunk: int
-
-
-_DECODER = msgspec.msgpack.Decoder(Hello | Ready | There)
 
 
 class Shared(NamedTuple):
@@ -73,7 +47,7 @@ class Peers:
 
     def __init__(self, engine: str, rank: int, others: Sequence[int], device: Device, counts: Counters) -> None:
         """Begin to look for the others, which have the same `engine`."""
-        self._engine, self._rank, self._others = engine, rank, others
+        self._rank, self._others = rank, others
         self._device, self._counts = device, counts
         self._exchange = Exchange(others)
         self._loads: dict[Key, tuple[Shared, float]] = {}
@@ -82,18 +56,16 @@ class Peers:
         self._wake, self._woken = socket.socketpair()
         self._wake.setblocking(False)
         self._selector.register(self._woken, selectors.EVENT_READ, lambda: self._woken.recv(4096))
-        self._listener: socket.socket | None = None
-        self._until = time.monotonic() + MEETING_SECONDS
-        self._sockets: dict[int, socket.socket] = {}
         self._shared: dict[int, list[bytes]] = {}  # by rank, what it has said in its `Hello`
         self._ready: set[int] = set()  # ranks that can read all others
         self._changed = threading.Condition()
         self._open = True
         self._failed = ""  # the reason that no loads are shared from now on
         self._speed = {"pulled": [0.0, 0.0], "own": [0.0, 0.0]}  # bytes and seconds
-        self._mine = device.share(len(others))
+        hello = Hello(rank, device.share(len(others)))
+        self._meeting = Meeting(self._selector, engine, hello, others, self._heard)
         self._thread = threading.Thread(target=self._run, name="kvcache-peers", daemon=True)
-        if not self._mine:
+        if not hello.shared:
             self._failed = "its cache cannot be read by others"
         self._thread.start()
 
@@ -147,41 +119,42 @@ class Peers:
     def _run(self) -> None:
         try:
             if not self._failed:
-                self._listen()
+                self._open_meeting()
             while self._open:
                 self._step()
             self._failed = "the device was closed before the copy ended"
         except Exception as error:  # the engine waits for the loads
             logger.exception("rank %d shares no loads any more", self._rank)
             self._failed = f"{type(error).__name__}: {error}"
-        for each in (*self._sockets.values(), self._listener):
-            if each is not None:
-                each.close()
+        self._meeting.close()
         self._end_all()
         while self._open:  # a load may have begun meanwhile
-            time.sleep(_PAUSE)
+            time.sleep(PAUSE)
             self._end_all()
 
     def _step(self) -> None:
         """Wait for something to do, and do it."""
         now, due = time.monotonic(), self._exchange.deadline()
-        if not self._failed and len(self._sockets) < len(self._others):
-            due = now + _PAUSE if due is None else min(due, now + _PAUSE)
+        looking = not (self._failed or self._meeting.complete)
+        if looking:
+            due = now + PAUSE if due is None else min(due, now + PAUSE)
         due = now if self._events else due
         for key, _ in self._selector.select(None if due is None else max(0.0, due - now)):
             key.data()
         while self._events:
             self._act(self._events.popleft()())
         self._act(self._exchange.expire(time.monotonic()))
-        if not self._failed:
-            self._meet()
+        if looking:
+            self._meeting.look()
+            if self._meeting.is_over and not self._meeting.complete:
+                self._give_up("not all ranks that hold the same KV are on this host")
 
     def _act(self, actions: list[Action]) -> None:
         waiting = deque(actions)
         while waiting:
             action = waiting.popleft()
             if isinstance(action, Tell):
-                self._tell(There(action.key, action.chunk))
+                self._counts.add("peer_messages_unsent", self._meeting.tell(There(action.key, action.chunk)))
             elif isinstance(action, Pull):
                 waiting.extend(self._exchange.pulled(*action, self._pull(*action)))
             elif isinstance(action, Fill):
@@ -196,8 +169,7 @@ class Peers:
             for piece in load.chunks[rank][chunk]:
                 self._device.pull(rank, piece.layout, piece.blocks)
         except CopyError as error:
-            logger.warning("rank %d cannot read the KV cache of rank %d: %s", self._rank, rank, error)
-            self._failed = str(error)
+            self._give_up(f"the KV cache of rank {rank}: {error}")
             return str(error)
         number = sum(map(bool, load.chunks[rank]))
         self._note("pulled", load.bytes[rank] / number, time.perf_counter() - begin)
@@ -226,7 +198,7 @@ class Peers:
     def _end_all(self) -> None:
         """End all loads with an error, once none of their copies can be running."""
         for key in [*self._loads]:
-            while not self._device.drain(_PAUSE):
+            while not self._device.drain(PAUSE):
                 pass
             self._end(End(key, self._failed))
 
@@ -236,113 +208,43 @@ class Peers:
         speed[0], speed[1] = speed[0] + size, speed[1] + seconds
         (pulled, pulling), (own, copying) = self._speed["pulled"], self._speed["own"]
         if what == "pulled" and pulled >= _RATE_BYTES and own and pulled * copying < _FASTER * own * pulling:
-            self._failed = f"other ranks' devices are read at {pulled / pulling / 1e9:.0f} GB/s"
-            logger.info("rank %d shares no loads any more: %s", self._rank, self._failed)
+            self._give_up(f"other ranks' devices are read at {pulled / pulling / 1e9:.0f} GB/s")
 
     # The others.
 
-    def _address(self, rank: int) -> str:
-        name = hashlib.blake2b(self._engine.encode(), digest_size=16).hexdigest()
-        return f"\0kvcache-{name}-{rank}"  # in the abstract namespace: it goes with the process
-
-    def _listen(self) -> None:
-        listener = self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    def _open_meeting(self) -> None:
         try:
-            listener.bind(self._address(self._rank))
+            self._meeting.open()
         except OSError as error:
-            self._failed = f"its socket: {error}"
-            return
-        listener.listen()
-        listener.setblocking(False)
-        self._selector.register(listener, selectors.EVENT_READ, self._accept)
+            self._give_up(f"its socket: {error}")
 
-    def _accept(self) -> None:
-        assert self._listener is not None
-        self._greet(self._listener.accept()[0])
-
-    def _meet(self) -> None:
-        """Try to reach the ranks before this one; those behind it come by themselves."""
-        if time.monotonic() > self._until:
-            if len(self._sockets) < len(self._others):
-                self._failed = "not all ranks that hold the same KV are on this host"
-                logger.info("rank %d shares no loads: %s", self._rank, self._failed)
-            return
-        for rank in self._others:
-            if rank < self._rank and rank not in self._sockets:
-                other = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-                try:
-                    other.connect(self._address(rank))
-                except OSError:
-                    other.close()
-                    continue
-                if self._greet(other):
-                    self._sockets[rank] = other
-
-    def _greet(self, other: socket.socket) -> bool:
-        uid = struct.unpack("3i", other.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[1]
-        if uid != os.geteuid():
-            logger.warning("rank %d: a process of user %d has its name, or wants to share its loads", self._rank, uid)
-            other.close()
-            return False
-        other.setblocking(False)
-        try:
-            other.send(msgspec.msgpack.encode(Hello(self._rank, self._mine)))
-        except OSError:
-            other.close()
-            return False
-        self._selector.register(other, selectors.EVENT_READ, lambda: self._receive(other))
-        return True
-
-    def _receive(self, other: socket.socket) -> None:
-        rank = next((rank for rank, each in self._sockets.items() if each is other), None)
-        try:
-            data = other.recv(_MESSAGE_BYTES)
-            message = _DECODER.decode(data) if data else None
-        except (OSError, msgspec.DecodeError) as error:
-            logger.warning("rank %d: from rank %s: %s", self._rank, rank, error)
-            message = None
-        if isinstance(message, Hello) and message.rank in self._others:
-            self._sockets[message.rank] = other
-            self._shared[message.rank] = message.shared
+    def _heard(self, rank: int, message: Message | None) -> None:
+        if isinstance(message, Hello):
+            self._shared[rank] = message.shared
             self._connect()
-        elif rank is None or message is None or isinstance(message, Hello):
-            self._leave(other, rank)
         elif isinstance(message, Ready):
             self._ready.add(rank)
-        else:
+        elif isinstance(message, There):
             self._act(self._exchange.told(rank, message.key, message.chunk, time.monotonic()))
+        else:
+            self._give_up(f"rank {rank} is gone")
+            self._events.append(lambda: self._exchange.gone(rank))
 
     def _connect(self) -> None:
         """Open all caches, once all are known."""
         if self._shared.keys() != set(self._others) or self._failed:
             return
-        if not all(self._shared.values()):
-            self._failed = "the caches of others cannot be read"
-            return
         try:
             self._device.connect(self._shared)
-        except (CopyError, msgspec.DecodeError) as error:
-            self._failed = str(error)
-            logger.info("rank %d shares no loads: %s", self._rank, error)
+        except (CopyError, ValueError, msgspec.DecodeError) as error:
+            self._give_up(str(error))
             return
         self._ready.add(self._rank)
-        self._tell(Ready())
+        self._meeting.tell(Ready())
         logger.info("rank %d shares loads with ranks %s", self._rank, ", ".join(map(str, self._others)))
 
-    def _tell(self, message: Ready | There) -> None:
-        data = msgspec.msgpack.encode(message)
-        for rank, other in [*self._sockets.items()]:
-            try:
-                other.send(data)
-            except BlockingIOError:  # it has been stopped for long, and will find out by itself
-                self._counts.add("peer_messages_unsent")
-            except OSError:
-                self._leave(other, rank)
-
-    def _leave(self, other: socket.socket, rank: int | None) -> None:
-        self._selector.unregister(other)
-        other.close()
-        if rank is not None:
-            del self._sockets[rank]
-            self._failed = self._failed or f"rank {rank} is gone"
-            self._events.append(lambda: self._exchange.gone(rank))
+    def _give_up(self, reason: str) -> None:
+        """Share no loads that begin from now on."""
+        if not self._failed:
+            self._failed = reason
+            logger.info("rank %d shares no loads from now on: %s", self._rank, reason)

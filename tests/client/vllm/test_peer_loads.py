@@ -13,7 +13,7 @@ import pytest
 from peer_memory import Memory
 
 from kvcache_client.devices import CopyError
-from kvcache_client.worker import exchange, loads, peers
+from kvcache_client.worker import exchange, loads, meeting
 
 BLOCK = 32
 LENGTH = 30 * BLOCK + 7
@@ -117,7 +117,7 @@ def test_what_a_peer_does_not_give_comes_from_the_region(
         elif fault == "stopped":  # for longer than the other one waits
             stack.enter_context(stopped(second, 0.5))
         elif fault == "gone":
-            second._put(lambda: second._leave(second._sockets[0], 0) or [])
+            second._put(lambda: second._meeting.leave(0) or [])
             time.sleep(0.1)
         else:
             stack.enter_context(failing(two._copiers(slice(1, 2))[1]))
@@ -166,7 +166,7 @@ def test_nobody_waits_for_a_rank_that_says_so(
         with two.held_copies(slice(1, 2)):
             two.add("r0", tokens, 3)
             two.step()
-            other._put(lambda: other._leave(other._sockets[0], 0) or [])
+            other._put(lambda: other._meeting.leave(0) or [])
         two.run()
         assert two.outputs["r0"] == sim.expected(tokens, 3)
     assert two.prefills["r0"] == (7, 0, 30 * BLOCK)
@@ -222,8 +222,8 @@ def test_ranks_that_do_not_meet_load_all(
     engines: Any, sim: Any, prompt: Any, idle: Any, memory: Memory, monkeypatch: Any
 ) -> None:
     """They may be on other hosts."""
-    monkeypatch.setattr(peers.Peers, "_address", lambda self, rank: f"\0nobody {id(self)} {rank}")
-    monkeypatch.setattr(peers, "MEETING_SECONDS", 0.5)
+    monkeypatch.setattr(meeting.Meeting, "_address", lambda self, rank: f"\0nobody {id(self)} {rank}")
+    monkeypatch.setattr(meeting, "MEETING_SECONDS", 0.5)
     tokens = prompt(LENGTH)
     options = {"specs": sim.latent(), "heads": 8, "tensor_parallel_size": 2, "extra": {"peer_loads": "auto"}}
     one, two = (engines(name, **options) for name in ("one", "two"))
