@@ -141,7 +141,7 @@ class Peers:
         due = now if self._events else due
         for key, _ in self._selector.select(None if due is None else max(0.0, due - now)):
             key.data()
-        while self._events:
+        for _ in range(len(self._events)):  # what comes meanwhile must not keep it from the others' messages
             self._act(self._events.popleft()())
         self._act(self._exchange.expire(time.monotonic()))
         if looking:
