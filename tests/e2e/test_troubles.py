@@ -141,7 +141,7 @@ def test_a_reset_that_keeps_the_weights_keeps_what_is_cached(
     engine = reopened("kept", daemon.endpoint, {"on_reset": "keep"}, model=str(folder))
     prompts = [prompt(8 * BLOCK + 3)]
     assert engine.generate(*prompts) == reference(prompts)
-    wait_idle(daemon)
+    wait_idle(daemon, engine)
     assert engine.ask("reset", running=True, connector=True)["reset"]
     before = hits(daemon, "kept")
     assert engine.generate(*prompts) == reference(prompts)
