@@ -119,7 +119,7 @@ test-vllm:
 
 # CI has an hour in all.
 test-vllm-others:
-	@$(SIDE_BY_SIDE) LIMIT=900 $(VLLMS:%=test-vllm-%)
+	@$(SIDE_BY_SIDE) LIMIT=1000 $(VLLMS:%=test-vllm-%)
 
 $(VLLMS:%=test-vllm-%): test-vllm-%: $(VENV)/vllm-%/fetched
 

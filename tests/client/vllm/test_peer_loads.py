@@ -19,6 +19,11 @@ BLOCK = 32
 LENGTH = 30 * BLOCK + 7
 
 
+@pytest.fixture(params=["v1"])  # the random schedules of `test_device_cache.py` have both
+def runner(request: Any) -> str:
+    return str(request.param)
+
+
 @pytest.fixture
 def memory(monkeypatch: Any) -> Memory:
     return peer_memory.use(monkeypatch)
