@@ -19,7 +19,7 @@ KEY = (7, 0)
 
 
 def test_a_chunk_is_taken_from_the_peer_once_both_ranks_have_one() -> None:
-    exchange = Exchange([1])
+    exchange = Exchange()
     assert exchange.begin(KEY, 2, {1: [0, 1]}, 0.0) == []
     assert exchange.told(1, KEY, 0, 0.0) == []  # its own blocks may still be read by what ran before
     assert exchange.landed(KEY, 0, "", 0.0) == [Tell(KEY, 0), Pull(KEY, 1, 0)]
@@ -27,18 +27,18 @@ def test_a_chunk_is_taken_from_the_peer_once_both_ranks_have_one() -> None:
     assert exchange.told(1, KEY, 1, 0.0) == [Pull(KEY, 1, 1)]
     assert exchange.landed(KEY, 1, "", 0.0) == [Tell(KEY, 1)]
     assert exchange.pulled(KEY, 1, 1, "") == [End(KEY, "")]
-    assert not exchange.keys
+    assert not exchange._loads
 
 
 def test_a_peer_that_is_ahead_has_told_already() -> None:
-    exchange = Exchange([1])
+    exchange = Exchange()
     assert exchange.told(1, KEY, 0, 0.0) == []
     exchange.begin(KEY, 1, {1: [0]}, 0.0)
     assert exchange.landed(KEY, 0, "", 0.0) == [Tell(KEY, 0), Pull(KEY, 1, 0)]
 
 
 def test_what_a_peer_does_not_copy_comes_from_the_region() -> None:
-    exchange = Exchange([1, 2])
+    exchange = Exchange()
     exchange.begin(KEY, 1, {1: [0, 1], 2: [0]}, 0.0)
     assert exchange.told(1, KEY, NOT_SHARED, 0.0) == [Fill(KEY, 1, (0, 1))]
     assert exchange.landed(KEY, 0, "", 0.0) == [Tell(KEY, 0)]
@@ -49,7 +49,7 @@ def test_what_a_peer_does_not_copy_comes_from_the_region() -> None:
 
 def test_a_peer_is_not_waited_for_twice() -> None:
     """One that has been stopped is late once; later loads do not wait for it until it is heard of again."""
-    exchange = Exchange([1])
+    exchange = Exchange()
     exchange.begin(KEY, 1, {1: [0]}, 0.0)
     assert exchange.deadline() is None and exchange.expire(2 * PATIENCE) == [], "its own copies take as long"
     exchange.landed(KEY, 0, "", 1.0)
@@ -63,7 +63,7 @@ def test_a_peer_is_not_waited_for_twice() -> None:
 
 
 def test_a_peer_whose_memory_cannot_be_read_is_given_up() -> None:
-    exchange = Exchange([1])
+    exchange = Exchange()
     exchange.begin(KEY, 1, {1: [0, 1, 2]}, 0.0)
     exchange.landed(KEY, 0, "", 0.0)
     exchange.told(1, KEY, 1, 0.0)
@@ -75,7 +75,7 @@ def test_a_peer_whose_memory_cannot_be_read_is_given_up() -> None:
 @pytest.mark.parametrize("own", [True, False])
 def test_a_copy_from_the_region_fails(own: bool) -> None:
     """The peer does not wait for what has failed."""
-    exchange = Exchange([1])
+    exchange = Exchange()
     exchange.begin(KEY, 1, {1: [0]}, 0.0)
     assert exchange.landed(KEY, 0, "broken" if own else "", 0.0) == [Tell(KEY, NOT_SHARED if own else 0)]
     assert exchange.told(1, KEY, NOT_SHARED, 0.0) == [Fill(KEY, 1, (0,))]
@@ -83,7 +83,7 @@ def test_a_copy_from_the_region_fails(own: bool) -> None:
 
 
 def test_what_is_said_of_loads_that_never_begin_here_is_forgotten() -> None:
-    exchange = Exchange([1])
+    exchange = Exchange()
     for number in range(2 * MOST_EARLY):
         exchange.told(1, (number, 0), 0, 0.0)
     assert len(exchange._early) == MOST_EARLY
@@ -118,7 +118,7 @@ class Ranks:
 
     def __init__(self, count: int, draw: random.Random) -> None:
         self.draw, self.now = draw, 0.0
-        self.exchanges = {rank: Exchange([each for each in range(count) if each != rank]) for rank in range(count)}
+        self.exchanges = {rank: Exchange() for rank in range(count)}
         self.messages: dict[tuple[int, int], list[Tell]] = {
             (a, b): [] for a in range(count) for b in range(count) if a != b
         }

@@ -11,7 +11,7 @@ import ctypes
 import math
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -27,9 +27,24 @@ PIECE = 16384  # bytes that one thread block copies at a time
 THREADS = 256
 _PIECE_BYTES = 32  # of `Piece` below
 
+COPY_WORDS = """
+struct Blocks { int number[MOST_BLOCKS]; };
+
+// By a thread block.
+__device__ void copy_words(const Word* source, Word* target, int words) {
+    for (int first = threadIdx.x; first < words; first += UNROLL * THREADS) {
+        Word held[UNROLL];
+        #pragma unroll
+        for (int i = 0; i < UNROLL; i++)
+            if (first + i * THREADS < words) held[i] = __ldcs(source + first + i * THREADS);
+        #pragma unroll
+        for (int i = 0; i < UNROLL; i++)
+            if (first + i * THREADS < words) __stcs(target + first + i * THREADS, held[i]);
+    }
+}
+"""
 _SOURCE = """
 struct Piece { char* pointer; long long stride; long long offset; long long bytes; };
-struct Blocks { int number[MOST_BLOCKS]; };
 
 template <bool GATHER>
 __device__ void copy(const Piece* pieces, int per_block, const Blocks& blocks, int count, char* slots, long long slot) {
@@ -38,18 +53,7 @@ __device__ void copy(const Piece* pieces, int per_block, const Blocks& blocks, i
         const Piece piece = pieces[work - index * per_block];
         Word* at = (Word*)(piece.pointer + blocks.number[index] * piece.stride);
         Word* in_slot = (Word*)(slots + index * slot + piece.offset);
-        const Word* source = GATHER ? at : in_slot;
-        Word* target = GATHER ? in_slot : at;
-        const int words = piece.bytes / sizeof(Word);
-        for (int first = threadIdx.x; first < words; first += UNROLL * THREADS) {
-            Word held[UNROLL];
-            #pragma unroll
-            for (int i = 0; i < UNROLL; i++)
-                if (first + i * THREADS < words) held[i] = __ldcs(source + first + i * THREADS);
-            #pragma unroll
-            for (int i = 0; i < UNROLL; i++)
-                if (first + i * THREADS < words) __stcs(target + first + i * THREADS, held[i]);
-        }
+        copy_words(GATHER ? at : in_slot, GATHER ? in_slot : at, piece.bytes / sizeof(Word));
     }
 }
 
@@ -63,7 +67,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) scatter(
     copy<false>(pieces, per_block, blocks, count, slots, slot);
 }
 """
-WORDS = {16: "uint4", 8: "uint2", 4: "unsigned int", 2: "unsigned short", 1: "unsigned char"}
+_WORDS = {16: "uint4", 8: "uint2", 4: "unsigned int", 2: "unsigned short", 1: "unsigned char"}
 
 
 class Compiler(NamedTuple):
@@ -72,8 +76,10 @@ class Compiler(NamedTuple):
     nvrtc: ctypes.CDLL
     architecture: int
 
-    def compile(self, source: str, options: Sequence[str]) -> bytes:
+    def compile(self, source: str, macros: Mapping[str, object]) -> bytes:
         """Return machine code. Raises CopyError with the compiler's log."""
+        every = {"MOST_BLOCKS": MOST_BLOCKS, "THREADS": THREADS, **macros}
+        options = [f"--define-macro={name}={value}" for name, value in every.items()]
         program, size = ctypes.c_void_p(), ctypes.c_size_t()
         create = self.nvrtc.nvrtcCreateProgram
         self._check(create(ctypes.byref(program), source.encode(), b"copies.cu", 0, None, None))
@@ -127,12 +133,11 @@ class Program(ABC):
 class Copying(Program):
     """Copies the fragments of a block as they are."""
 
-    source = _SOURCE
+    source = COPY_WORDS + _SOURCE
 
     def __init__(self, sections: Sequence[Section]) -> None:
         self._sections = sections
-        word = common_word([fragment for section in sections for fragment in section.fragments])
-        self.macros = {"UNROLL": 4, "Word": WORDS[word]}
+        self.macros = word_macros([fragment for section in sections for fragment in section.fragments])
 
     def tables(self, upload: Upload) -> list[tuple[Pieces, int]]:
         found = []
@@ -157,8 +162,7 @@ class CudaPacker:
     ) -> None:
         """Raises CopyError."""
         self._driver, self._grid = driver, most_thread_blocks
-        options = {"MOST_BLOCKS": MOST_BLOCKS, "THREADS": THREADS} | program.macros
-        image = compiler.compile(program.source, [f"--define-macro={name}={value}" for name, value in options.items()])
+        image = compiler.compile(program.source, program.macros)
         self._module = driver.load_module(image)
         self._gather, self._scatter = (driver.function(self._module, name) for name in ("gather", "scatter"))
         tables = program.tables(upload)
@@ -200,7 +204,8 @@ class Arguments:
         self._count.value, self._buffer.value = len(blocks), buffer
 
 
-def common_word(fragments: Sequence[Fragment]) -> int:
-    """Return the largest size, up to 16 bytes, at whose multiples all fragments begin, here and in a slot, and end."""
+def word_macros(fragments: Sequence[Fragment]) -> dict[str, object]:
+    """Return what `COPY_WORDS` is compiled with: its word is the largest one, up to 16 bytes, at whose multiples all
+    fragments begin, here and in a slot, and end."""
     numbers = (number for fragment in fragments for number in fragment)
-    return math.gcd(16, *numbers)
+    return {"UNROLL": 4, "Word": _WORDS[math.gcd(16, *numbers)]}

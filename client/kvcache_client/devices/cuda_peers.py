@@ -15,14 +15,24 @@ import numpy.typing as npt
 
 from kvcache_client.devices import CopyError
 from kvcache_client.devices.cuda_driver import Driver
-from kvcache_client.devices.cuda_kernels import MOST_BLOCKS, PIECE, THREADS, WORDS, Arguments, Compiler, common_word
+from kvcache_client.devices.cuda_kernels import (
+    COPY_WORDS,
+    MOST_BLOCKS,
+    PIECE,
+    THREADS,
+    Arguments,
+    Compiler,
+    Pieces,
+    word_macros,
+)
 from kvcache_client.devices.layout import Fragment
 
 logger = logging.getLogger("kvcache_client.devices")
 
-_SOURCE = """
+SOURCE = (
+    COPY_WORDS
+    + """
 struct Piece { const char* source; char* target; long long stride; long long bytes; };
-struct Blocks { int number[MOST_BLOCKS]; };
 
 extern "C" __global__ void __launch_bounds__(THREADS) pull(
     const Piece* pieces, int per_block, const __grid_constant__ Blocks blocks, int count) {
@@ -30,21 +40,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) pull(
         const int index = work / per_block;
         const Piece piece = pieces[work - index * per_block];
         const long long at = blocks.number[index] * piece.stride;
-        const Word* source = (const Word*)(piece.source + at);
-        Word* target = (Word*)(piece.target + at);
-        const int words = piece.bytes / sizeof(Word);
-        for (int first = threadIdx.x; first < words; first += UNROLL * THREADS) {
-            Word held[UNROLL];
-            #pragma unroll
-            for (int i = 0; i < UNROLL; i++)
-                if (first + i * THREADS < words) held[i] = __ldcs(source + first + i * THREADS);
-            #pragma unroll
-            for (int i = 0; i < UNROLL; i++)
-                if (first + i * THREADS < words) __stcs(target + first + i * THREADS, held[i]);
-        }
+        copy_words((const Word*)(piece.source + at), (Word*)(piece.target + at), piece.bytes / sizeof(Word));
     }
 }
 """
+)
 _PIECE_BYTES = 32  # of `Piece`
 
 
@@ -68,13 +68,10 @@ class CudaPeers:
         most: int,
     ) -> None:
         """Of at most `most` ranks. Raises CopyError."""
-        self._driver, self._fragments, self._grid, self._most = driver, fragments, grid, most
+        self._driver, self._fragments, self._grid = driver, fragments, grid
         self._pieces = sum(-(-fragment.bytes // PIECE) for fragment in fragments)
         self._table = upload(np.zeros((most * self._pieces, _PIECE_BYTES // 8), np.int64))
-        word = WORDS[common_word(fragments)]
-        options = {"MOST_BLOCKS": MOST_BLOCKS, "THREADS": THREADS, "UNROLL": 4, "Word": word}
-        image = compiler.compile(_SOURCE, [f"--define-macro={name}={value}" for name, value in options.items()])
-        self._module = driver.load_module(image)
+        self._module = driver.load_module(compiler.compile(SOURCE, word_macros(fragments)))
         self._pull = driver.function(self._module, "pull")
         self._stream, self._event = driver.create_stream(), driver.create_event(timed=True)
         self._arguments: dict[int, Arguments] = {}
@@ -95,19 +92,15 @@ class CudaPeers:
     def connect(self, peers: Mapping[int, bytes]) -> None:
         """Open the caches of other ranks, by rank. Raises CopyError if they cannot be read, or have another layout."""
         self._driver.enter_thread()
-        for number, (rank, shared) in enumerate(list(peers.items())[: self._most]):
+        for number, (rank, shared) in enumerate(peers.items()):
             other = msgspec.msgpack.decode(shared, type=Shared)
             if [each[2:] for each in other.fragments] != [tuple(each)[1:] for each in self._fragments]:
                 raise CopyError(f"rank {rank} has another layout of its KV")
             bases = [self._driver.open_memory(handle) for handle in other.handles]
             self._opened += bases
-            rows = []
-            for mine, (allocation, offset, stride, size) in zip(self._fragments, other.fragments, strict=True):
-                theirs = bases[allocation] + offset
-                if (theirs - mine.pointer) % 16:
-                    raise CopyError(f"rank {rank} has its KV at another alignment")
-                for begin in range(0, size, PIECE):
-                    rows.append((theirs + begin, mine.pointer + begin, stride, min(PIECE, size - begin)))
+            rows = pieces_of(
+                [bases[allocation] + offset for allocation, offset, *_ in other.fragments], self._fragments
+            )
             table = self._table + number * self._pieces * _PIECE_BYTES
             self._write(table, np.array(rows, np.int64))
             self._arguments[rank] = Arguments(table, self._pieces, 0)
@@ -141,3 +134,17 @@ class CudaPeers:
         self._driver.destroy_event(self._event)
         self._driver.destroy_stream(self._stream)
         self._driver.unload_module(self._module)
+
+
+def pieces_of(theirs: Sequence[int], fragments: Sequence[Fragment]) -> Pieces:
+    """Return what `pull` copies of a block: `theirs` are the addresses of another rank's fragments.
+
+    Raises CopyError if they are aligned otherwise.
+    """
+    if any((there - mine.pointer) % 16 for there, mine in zip(theirs, fragments, strict=True)):
+        raise CopyError("its KV is aligned otherwise")
+    return [
+        (there + begin, mine.pointer + begin, mine.stride, min(PIECE, mine.bytes - begin))
+        for there, mine in zip(theirs, fragments, strict=True)
+        for begin in range(0, mine.bytes, PIECE)
+    ]

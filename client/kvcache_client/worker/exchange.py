@@ -69,26 +69,19 @@ class _Load:
 class Exchange:
     """The loads of one rank. Each call returns what is to be done now, in this order."""
 
-    def __init__(self, peers: Collection[int]) -> None:
+    def __init__(self) -> None:
         self._loads: dict[Key, _Load] = {}
         self._early: dict[Key, list[tuple[int, int]]] = {}  # of loads that have not begun here: peers, and chunks
         self._newest: Key = (0, -1)
         self._late: set[int] = set()  # peers that were waited for in vain, and have not been heard of since
-        self._peers = peers
-
-    @property
-    def keys(self) -> Collection[Key]:
-        """Those of the loads that have not ended."""
-        return self._loads.keys()
 
     def begin(self, key: Key, own: int, of_peers: Mapping[int, Collection[int]], now: float) -> list[Action]:
         """Begin a load with `own` chunks, at least one, and those of each peer. Keys ascend."""
         load = self._loads[key] = _Load(own, {peer: set(chunks) for peer, chunks in of_peers.items()}, now + PATIENCE)
         self._skip_to(key)
         found: list[Action] = []
-        for peer in self._peers:
-            if peer in self._late:
-                found += self._give_up(key, load, peer)
+        for peer in self._late & load.missing.keys():
+            found += self._give_up(key, load, peer)
         for peer, chunk in self._early.pop(key, ()):
             found += self._heard(key, load, peer, chunk)
         return found

@@ -58,9 +58,8 @@ class Loads:
 
     def _is_shared(self, job: LoadJob) -> bool:
         """Whether ranks that hold the same KV share a load: each comes to the same result."""
-        size = (
-            len(job.blocks) * self._rank.layout.places[job.group].bytes // self._rank.layout.places[job.group].columns
-        )
+        places = self._rank.layout.places[job.group]
+        size = len(job.blocks) * places.bytes // places.columns
         slots, ranks = len(job.refs) // REF_BYTES, len(self._rank.layout.facts.sharers)
         return not job.layered and slots >= ranks and size >= SHARED_BYTES
 
@@ -81,8 +80,8 @@ class Loads:
             self._end(job, job.blocks)
             return False
         epoch = rank.epoch
-        if shared and self.peers is not None and self.peers.ready:
-            self.peers.begin(key, self._divided(job, region, placed, epoch))
+        peers = self.peers if shared else None
+        if peers is not None and peers.ready and peers.begin(key, self._divided(job, region, placed, epoch)):
             return True
         pieces = layout.places[job.group].cut(placed.offsets, job.blocks, job.skip)
         if layout.facts.groups:

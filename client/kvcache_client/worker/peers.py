@@ -45,11 +45,11 @@ class Shared(NamedTuple):
 class Peers:
     """The others, by their ranks. The methods are called by the rank's own thread."""
 
-    def __init__(self, engine: str, rank: int, others: Sequence[int], device: Device, counts: Counters) -> None:
-        """Begin to look for the others, which have the same `engine`."""
-        self._rank, self._others = rank, others
+    def __init__(self, engine: str, hello: Hello, others: Sequence[int], device: Device, counts: Counters) -> None:
+        """Begin to look for the others, which have the same `engine`. `hello` is what this rank says of itself."""
+        self._rank, self._others = hello.rank, others
         self._device, self._counts = device, counts
-        self._exchange = Exchange(others)
+        self._exchange = Exchange()
         self._loads: dict[Key, tuple[Shared, float]] = {}
         self._events: deque[Callable[[], list[Action]]] = deque()  # for the thread
         self._selector = selectors.DefaultSelector()
@@ -58,15 +58,12 @@ class Peers:
         self._selector.register(self._woken, selectors.EVENT_READ, lambda: self._woken.recv(4096))
         self._shared: dict[int, list[bytes]] = {}  # by rank, what it has said in its `Hello`
         self._ready: set[int] = set()  # ranks that can read all others
-        self._changed = threading.Condition()
-        self._open = True
+        self._changed = threading.Condition()  # of `_loads` and `_ended`
+        self._open, self._ended = True, False
         self._failed = ""  # the reason that no loads are shared from now on
         self._speed = {"pulled": [0.0, 0.0], "own": [0.0, 0.0]}  # bytes and seconds
-        hello = Hello(rank, device.share(len(others)))
         self._meeting = Meeting(self._selector, engine, hello, others, self._heard)
         self._thread = threading.Thread(target=self._run, name="kvcache-peers", daemon=True)
-        if not hello.shared:
-            self._failed = "its cache cannot be read by others"
         self._thread.start()
 
     @property
@@ -74,8 +71,18 @@ class Peers:
         """Whether loads can be shared."""
         return not self._failed and len(self._ready) == len(self._others) + 1
 
-    def begin(self, key: Key, load: Shared) -> None:
-        """Start a load. `load.ended` is called once, on any thread. Keys ascend."""
+    def begin(self, key: Key, load: Shared) -> bool:
+        """Start a load; return False if loads cannot be shared. `load.ended` is called once, on any thread.
+
+        Keys ascend.
+        """
+        with self._changed:  # until all of its copies have begun, so that the thread's end waits for them
+            if self._ended or not self.ready:
+                return False
+            self._begin(key, load)
+            return True
+
+    def _begin(self, key: Key, load: Shared) -> None:
         own = load.chunks[self._rank]
         theirs = {rank: [n for n, each in enumerate(load.chunks[rank]) if each] for rank in self._others}
         self._loads[key] = load, time.monotonic()
@@ -118,8 +125,7 @@ class Peers:
 
     def _run(self) -> None:
         try:
-            if not self._failed:
-                self._open_meeting()
+            self._open_meeting()
             while self._open:
                 self._step()
             self._failed = "the device was closed before the copy ended"
@@ -127,10 +133,12 @@ class Peers:
             logger.exception("rank %d shares no loads any more", self._rank)
             self._failed = f"{type(error).__name__}: {error}"
         self._meeting.close()
-        self._end_all()
-        while self._open:  # a load may have begun meanwhile
-            time.sleep(PAUSE)
-            self._end_all()
+        with self._changed:
+            self._ended = True
+        while not self._device.drain(PAUSE):
+            pass
+        for key in [*self._loads]:  # none of their copies can be running
+            self._end(End(key, self._failed))
 
     def _step(self) -> None:
         """Wait for something to do, and do it."""
@@ -194,13 +202,6 @@ class Peers:
         with self._changed:
             del self._loads[action.key]
             self._changed.notify_all()
-
-    def _end_all(self) -> None:
-        """End all loads with an error, once none of their copies can be running."""
-        for key in [*self._loads]:
-            while not self._device.drain(PAUSE):
-                pass
-            self._end(End(key, self._failed))
 
     def _note(self, what: str, size: float, seconds: float) -> None:
         """Share nothing any more if it turns out that other ranks are reached by the bus."""

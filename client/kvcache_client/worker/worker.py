@@ -7,6 +7,7 @@ no further steps.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,6 +23,7 @@ from kvcache_client.step_plan import Report, StepPlan
 from kvcache_client.worker.kv_layout import BlockLayout, KVLayout, dtype_of, flatten
 from kvcache_client.worker.layered import LayeredLoads, section_ends
 from kvcache_client.worker.loads import Loads
+from kvcache_client.worker.meeting import Hello
 from kvcache_client.worker.peers import Peers
 from kvcache_client.worker.places import RankFacts, Shards
 from kvcache_client.worker.rank import Rank
@@ -96,8 +98,10 @@ class Worker:
         if self._registration is not None:
             device.adopt(self._registration)
             self._registration = None
-        if others := [rank for rank in layout.facts.sharers if rank != self._rank.number]:
-            self.loads.peers = Peers(self._session.engine, self._rank.number, others, device, self._rank.counts)
+        others = [rank for rank in layout.facts.sharers if rank != self._rank.number]
+        if others and (shared := device.share(len(others))):
+            hello = Hello(self._rank.number, shared)
+            self.loads.peers = Peers(self._session.engine, hello, others, device, self._rank.counts)
         if sections:
             self.loads.early.layered = LayeredLoads(device, ends, sections)
         if layout.facts.groups:  # the full group's values are compared
@@ -239,9 +243,8 @@ class Worker:
     def drain(self) -> None:
         """Wait at most `drain_ms` for running copies, before device memory is unmapped or the process ends."""
         self.loads.early.start_all()
-        limit, peers = self._settings.drain_ms, self.loads.peers
-        ended = peers is None or peers.drain(limit / 1000)
-        if self._device is not None and not (self._device.drain(limit / 1000) and ended):
+        limit = self._settings.drain_ms
+        if not self._wait_copied(limit / 1000):
             self._rank.counts.add("drains_cut_short")
             logger.warning("rank %d: copies were still running after %.0f ms", self._rank.number, limit)
 
@@ -257,11 +260,18 @@ class Worker:
         self._rank.verifier.close()
         self._session.close()
 
+    def _wait_copied(self, seconds: float) -> bool:
+        """Wait at most `seconds` for running copies; return True if all have ended."""
+        until, device, peers = time.monotonic() + seconds, self._device, self.loads.peers
+        if peers is not None and not peers.drain(seconds):
+            return False
+        return device is None or device.drain(max(0.0, until - time.monotonic()))
+
     def wait_quiet(self) -> bool:
         """Wait until no copy can touch the engine's blocks any more; return False if the device cannot report it."""
-        number, device = self._rank.number, self._device
+        number = self._rank.number
         try:
-            while device is not None and not device.drain(DRAIN_SECONDS):
+            while not self._wait_copied(DRAIN_SECONDS):
                 logger.warning("rank %d: copies have not ended after %.0f s", number, DRAIN_SECONDS)
         except Exception as error:  # noqa: BLE001 - the device has failed, too
             logger.debug("rank %d: the device cannot report whether copies run", number, exc_info=error)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import ctypes
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
-from kvcache_client.devices.cuda_kernels import MOST_BLOCKS, THREADS, Program
+from kvcache_client.devices.cuda_kernels import MOST_BLOCKS, THREADS, Program, word_macros
+from kvcache_client.devices.cuda_peers import SOURCE, pieces_of
+from kvcache_client.devices.layout import Fragment
 
 _BEFORE = """
 #include <barrier>
@@ -34,9 +36,8 @@ static int atomicAdd(int* at, int value) { return __atomic_fetch_add(at, value, 
 template <typename T> static T __ldcs(const T* at) { return *at; }
 template <typename T> static void __stcs(T* at, T value) { *at = value; }
 """
-_AFTER = """
-extern "C" void run(bool gathers, int grid, const Piece* pieces, int per_block, const Blocks* blocks, int count,
-                    char* slots, long long slot) {
+_RUN = """
+template <typename Kernel> void run_blocks(int grid, Kernel kernel) {
     std::barrier<> barrier(THREADS);
     together = &barrier;
     gridDim.x = grid;
@@ -46,25 +47,56 @@ extern "C" void run(bool gathers, int grid, const Piece* pieces, int per_block, 
         for (int thread = 0; thread < THREADS; thread++)
             threads.emplace_back([=] {
                 threadIdx.x = thread;
-                (gathers ? gather : scatter)(pieces, per_block, *blocks, count, slots, slot);
+                kernel();
             });
         for (std::thread& each : threads) each.join();
     }
 }
 """
+_AFTER = (
+    _RUN
+    + """
+extern "C" void run(bool gathers, int grid, const Piece* pieces, int per_block, const Blocks* blocks, int count,
+                    char* slots, long long slot) {
+    run_blocks(grid, [=] { (gathers ? gather : scatter)(pieces, per_block, *blocks, count, slots, slot); });
+}
+"""
+)
+_AFTER_PULL = (
+    _RUN
+    + """
+extern "C" void run(int grid, const Piece* pieces, int per_block, const Blocks* blocks, int count) {
+    run_blocks(grid, [=] { pull(pieces, per_block, *blocks, count); });
+}
+"""
+)
+
+
+def compiled(source: str, macros: Mapping[str, object], folder: Path) -> ctypes.CDLL:
+    """Return what the host's compiler makes of `source`, in `folder`."""
+    path, library = folder / "kernels.cpp", folder / "kernels.so"
+    path.write_text(source)
+    every = {"MOST_BLOCKS": MOST_BLOCKS, "THREADS": THREADS, **macros}
+    flags = [f"-D{name}={value}" for name, value in every.items()]
+    command = ["g++", "-std=c++20", "-O1", "-w", "-shared", "-fPIC", "-pthread", *flags]
+    subprocess.run([*command, "-o", str(library), str(path)], check=True)
+    return ctypes.CDLL(str(library))
+
+
+def pull(fragments: Sequence[Fragment], theirs: Sequence[int], blocks: Sequence[int], folder: Path) -> None:
+    """Copy blocks from the cache of another rank, whose fragments begin at `theirs`."""
+    run = compiled(_BEFORE + SOURCE + _AFTER_PULL, word_macros(fragments), folder).run
+    table, numbers = np.array(pieces_of(theirs, fragments), np.int64), np.zeros(MOST_BLOCKS, np.int32)
+    numbers[: len(blocks)] = blocks
+    at, these = (ctypes.c_void_p(each.ctypes.data) for each in (table, numbers))
+    run(3, at, len(table), these, len(blocks))
 
 
 class Kernels:
     """The kernels of a program, compiled by the host's compiler in `folder`."""
 
     def __init__(self, program: Program, folder: Path) -> None:
-        source, library = folder / "kernels.cpp", folder / "kernels.so"
-        source.write_text(_BEFORE + program.source + _AFTER)
-        macros = {"MOST_BLOCKS": MOST_BLOCKS, "THREADS": THREADS} | program.macros
-        flags = [f"-D{name}={value}" for name, value in macros.items()]
-        command = ["g++", "-std=c++20", "-O1", "-w", "-shared", "-fPIC", "-pthread", *flags]
-        subprocess.run([*command, "-o", str(library), str(source)], check=True)
-        self._run = ctypes.CDLL(str(library)).run
+        self._run = compiled(_BEFORE + program.source + _AFTER, program.macros, folder).run
         self._kept: list[npt.NDArray[np.int64]] = []
         self._tables = program.tables(self._upload)
 

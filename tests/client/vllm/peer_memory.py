@@ -18,7 +18,7 @@ class Memory:
     """What devices can read of each other. A test sets `fault`, or clears `open` to make them wait."""
 
     def __init__(self) -> None:
-        self.fault, self.open, self.taken = "", threading.Event(), 0
+        self.fault, self.open, self.taken, self.pause = "", threading.Event(), 0, 0.0
         self.open.set()
 
     def share(self, device: Any, most: int) -> list[bytes]:
@@ -29,6 +29,7 @@ class Memory:
 
     def pull(self, device: Any, rank: int, layout: int, blocks: Any) -> None:
         self.open.wait()
+        time.sleep(self.pause)  # a bus that others use
         if self.fault:
             raise CopyError(self.fault)
         for mine, (theirs, *_) in zip(device._stored[0].fragments, device.others[rank], strict=True):

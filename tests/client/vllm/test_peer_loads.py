@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -13,7 +16,7 @@ import pytest
 from peer_memory import Memory
 
 from kvcache_client.devices import CopyError
-from kvcache_client.worker import exchange, loads, meeting
+from kvcache_client.worker import exchange, loads, meeting, peers
 
 BLOCK = 32
 LENGTH = 30 * BLOCK + 7
@@ -43,6 +46,16 @@ def sharing(engines: Any, sim: Any, memory: Memory, monkeypatch: Any) -> Any:
         return engine
 
     return make
+
+
+@pytest.fixture
+def saved(sharing: Any, prompt: Any, idle: Any) -> tuple[list[int], Any]:
+    """Tokens that an engine has saved, and an engine that has never seen them."""
+    tokens = prompt(LENGTH)
+    one, two = sharing("one"), sharing("two")
+    one.generate(tokens)
+    idle()
+    return tokens, two
 
 
 def counted(engine: Any, name: str) -> list[int]:
@@ -155,14 +168,9 @@ def stopped(each: Any, seconds: float) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("what", ["leaves", "shares nothing"])
-def test_nobody_waits_for_a_rank_that_says_so(
-    sharing: Any, sim: Any, prompt: Any, idle: Any, monkeypatch: Any, what: str
-) -> None:
+def test_nobody_waits_for_a_rank_that_says_so(saved: Any, sim: Any, monkeypatch: Any, what: str) -> None:
     monkeypatch.setattr(exchange, "PATIENCE", 1000.0)
-    tokens = prompt(LENGTH)
-    one, two = sharing("one"), sharing("two")
-    one.generate(tokens)
-    idle()
+    tokens, two = saved
     other = two.workers[1].loads.peers
     if what == "shares nothing":
         other._failed = "the test says so"
@@ -178,11 +186,8 @@ def test_nobody_waits_for_a_rank_that_says_so(
     assert counted(two, "chunks_not_pulled")[0]
 
 
-def test_what_nobody_expected_fails_a_load_and_not_the_engine(sharing: Any, sim: Any, prompt: Any, idle: Any) -> None:
-    tokens = prompt(LENGTH)
-    one, two = sharing("one"), sharing("two")
-    one.generate(tokens)
-    idle()
+def test_what_nobody_expected_fails_a_load_and_not_the_engine(saved: Any, sim: Any) -> None:
+    tokens, two = saved
     broken = two.workers[1].loads.peers
     broken._exchange.landed = lambda *what: 1 / 0
     assert two.generate(tokens, 3) == sim.expected(tokens, 3)
@@ -191,14 +196,9 @@ def test_what_nobody_expected_fails_a_load_and_not_the_engine(sharing: Any, sim:
     assert two.generate(tokens, 3, name="again") == sim.expected(tokens, 3)
 
 
-def test_a_request_waits_until_all_ranks_have_taken_what_is_theirs(
-    sharing: Any, sim: Any, prompt: Any, idle: Any, memory: Memory
-) -> None:
+def test_a_request_waits_until_all_ranks_have_taken_what_is_theirs(saved: Any, sim: Any, memory: Memory) -> None:
     """Until then, its blocks are given to nobody: a rank that has all may still be read by others."""
-    tokens = prompt(LENGTH)
-    one, two = sharing("one"), sharing("two")
-    one.generate(tokens)
-    idle()
+    tokens, two = saved
     memory.open.clear()
     request = two.add("r", tokens, 3)
     for _ in range(20):
@@ -209,13 +209,8 @@ def test_a_request_waits_until_all_ranks_have_taken_what_is_theirs(
     assert two.outputs["r"] == sim.expected(tokens, 3)
 
 
-def test_an_engine_ends_while_ranks_wait_for_each_other(
-    sharing: Any, sim: Any, prompt: Any, idle: Any, memory: Memory
-) -> None:
-    tokens = prompt(LENGTH)
-    one, two = sharing("one"), sharing("two")
-    one.generate(tokens)
-    idle()
+def test_an_engine_ends_while_ranks_wait_for_each_other(saved: Any, sim: Any, memory: Memory) -> None:
+    tokens, two = saved
     two.add("r", tokens, 3)
     memory.open.clear()
     two.step()
@@ -240,3 +235,30 @@ def test_ranks_that_do_not_meet_load_all(
         assert two.reset()
         time.sleep(0.7)
     assert all("not all ranks" in worker.loads.peers._failed for worker in two.workers)
+
+
+def test_peers_that_are_no_faster_than_the_region_are_left_alone(
+    saved: Any, sim: Any, memory: Memory, monkeypatch: Any
+) -> None:
+    tokens, two = saved
+    monkeypatch.setattr(peers, "_RATE_BYTES", 1)
+    memory.pause = 0.05
+    assert two.generate(tokens, 3) == sim.expected(tokens, 3)
+    assert [worker.loads.peers.ready for worker in two.workers] == [False, False]
+    assert two.reset()
+    taken = memory.taken
+    assert two.generate(tokens, 3, name="again") == sim.expected(tokens, 3)
+    assert two.prefills["again"] == (7, 0, 30 * BLOCK) and memory.taken == taken
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
+def test_other_users_are_not_heard(saved: Any, sim: Any) -> None:
+    tokens, two = saved
+    address = two.workers[0].loads.peers._meeting._address(0)
+    script = (
+        "import os, socket, sys; os.setuid(65534); s = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET);"
+        f"s.connect({address!r}); s.settimeout(10); sys.exit(len(s.recv(4096)))"
+    )
+    assert subprocess.run([sys.executable, "-c", script], check=False, timeout=30).returncode == 0
+    assert two.generate(tokens, 3) == sim.expected(tokens, 3)
+    assert counted(two, "loads_shared") == [1, 1]
