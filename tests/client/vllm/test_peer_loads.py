@@ -192,6 +192,7 @@ def test_what_nobody_expected_fails_a_load_and_not_the_engine(saved: Any, sim: A
     broken._exchange.landed = lambda *what: 1 / 0
     assert two.generate(tokens, 3) == sim.expected(tokens, 3)
     assert broken._failed.startswith("ZeroDivisionError") and broken.drain(5)
+    assert not broken.begin((10**6, 0), None), "nothing begins after the end"
     assert two.reset()
     assert two.generate(tokens, 3, name="again") == sim.expected(tokens, 3)
 
