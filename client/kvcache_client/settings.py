@@ -29,7 +29,7 @@ CHOICES = {
     "gate": ("auto", "off"),
     "overlap": ("auto", "off"),
     "compress": ("off", "auto"),
-    "peer_loads": ("off", "auto"),
+    "peer_loads": ("auto", "off"),
     "verify": ("off", "sample", "all"),
     "multimodal": ("on", "uuids", "off"),
     "kv_load_failure_policy": ("recompute", "fail"),
@@ -87,7 +87,7 @@ class ConnectorSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     gate: str = "auto"  # load hits only if that is faster than computing them, or always (`off`)
     overlap: str = "auto"  # compute a request that is alone while it loads, or not (`off`)
     compress: str = "auto"  # store KV of bfloat16 in fewer bytes, on devices that have the kernels, or not (`off`)
-    peer_loads: str = "off"  # ranks that hold the same KV load a part each, and take the rest from each other (`auto`)
+    peer_loads: str = "auto"  # ranks with the same KV load a part each, and the rest from each other, or not (`off`)
     multimodal: str = "on"  # cache images, audio and video by digests, also by texts of users (`uuids`), or not (`off`)
     verify: str = "off"  # blocks whose checksums are taken and compared: `off`, `sample` (one in 16), `all`
     canary_every: int = 10_000  # of so many requests with a hit, one is computed as well, to compare; 0 is none

@@ -32,7 +32,7 @@ def test_every_field_can_be_given() -> None:
         "gate": "off",
         "overlap": "off",
         "compress": "off",
-        "peer_loads": "auto",
+        "peer_loads": "off",
         "multimodal": "off",
         "verify": "all",
         "canary_every": 100,

@@ -156,8 +156,9 @@ class Device(abc.ABC):
         """
         raise CopyError("this device cannot read other processes' memory")
 
-    def pull(self, rank: int, layout: int, blocks: npt.NDArray[np.int64]) -> None:
-        """Copy blocks from the cache of another rank to the same places in this one, and wait for the end.
+    def pull(self, rank: int, layout: int, blocks: npt.NDArray[np.int64]) -> float:
+        """Copy blocks from the cache of another rank to the same places in this one, and wait for the end. Return the
+        seconds that the device took.
 
         Neither side may touch them meanwhile. Raises CopyError; some of the bytes may then have been copied.
         """

@@ -73,7 +73,8 @@ class CudaPeers:
         self._table = upload(np.zeros((most * self._pieces, _PIECE_BYTES // 8), np.int64))
         self._module = driver.load_module(compiler.compile(SOURCE, word_macros(fragments)))
         self._pull = driver.function(self._module, "pull")
-        self._stream, self._event = driver.create_stream(), driver.create_event(timed=True)
+        self._stream = driver.create_stream()
+        self._begin, self._end = driver.create_event(timed=True), driver.create_event(timed=True)
         self._arguments: dict[int, Arguments] = {}
         self._opened: list[int] = []
 
@@ -116,22 +117,26 @@ class CudaPeers:
         finally:
             self._driver.free_host(host)
 
-    def pull(self, rank: int, blocks: npt.NDArray[np.int64]) -> None:
-        """Copy blocks from the cache of another rank, and wait for the end. Raises CopyError."""
+    def pull(self, rank: int, blocks: npt.NDArray[np.int64]) -> float:
+        """Copy blocks from the cache of another rank, wait for the end, and return the device's seconds. Raises
+        CopyError."""
         arguments = self._arguments[rank]
+        self._driver.record(self._begin, self._stream)
         for first in range(0, len(blocks), MOST_BLOCKS):
             some = blocks[first : first + MOST_BLOCKS]
             arguments.fill(some, 0)
             grid = min(self._grid, len(some) * self._pieces)
             self._driver.launch(self._pull, grid, THREADS, self._stream, arguments.addresses)
-        self._driver.record(self._event, self._stream)
-        self._driver.wait_host(self._event)
+        self._driver.record(self._end, self._stream)
+        self._driver.wait_host(self._end)
+        return self._driver.seconds(self._begin, self._end)
 
     def close(self) -> None:
         self._arguments.clear()
         for base in self._opened:
             self._driver.close_memory(base)
-        self._driver.destroy_event(self._event)
+        for event in (self._begin, self._end):
+            self._driver.destroy_event(event)
         self._driver.destroy_stream(self._stream)
         self._driver.unload_module(self._module)
 

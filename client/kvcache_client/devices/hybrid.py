@@ -75,8 +75,8 @@ class HybridDevice(Device):
         for number, device in enumerate(self.devices):
             device.connect({rank: shared[number : number + 1] for rank, shared in peers.items()})
 
-    def pull(self, rank: int, layout: int, blocks: npt.NDArray[np.int64]) -> None:
-        self.devices[layout].pull(rank, 0, blocks)
+    def pull(self, rank: int, layout: int, blocks: npt.NDArray[np.int64]) -> float:
+        return self.devices[layout].pull(rank, 0, blocks)
 
     def peek(self, address: int, size: int) -> bytes:
         return self.devices[0].peek(address, size)

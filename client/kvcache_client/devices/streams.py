@@ -35,7 +35,7 @@ class Peers(Protocol):
 
     def connect(self, peers: Mapping[int, bytes]) -> None: ...
 
-    def pull(self, rank: int, blocks: npt.NDArray[np.int64]) -> None: ...
+    def pull(self, rank: int, blocks: npt.NDArray[np.int64]) -> float: ...
 
     def close(self) -> None: ...
 
@@ -194,10 +194,10 @@ class StreamDevice(Device):
             raise CopyError("this cache is not shared")
         self._peers.connect({rank: shared for rank, (shared,) in peers.items()})
 
-    def pull(self, rank: int, layout: int, blocks: npt.NDArray[np.int64]) -> None:
+    def pull(self, rank: int, layout: int, blocks: npt.NDArray[np.int64]) -> float:
         if self._peers is None:
             raise CopyError("this cache is not shared")
-        self._peers.pull(rank, blocks)
+        return self._peers.pull(rank, blocks)
 
     def peek(self, address: int, size: int) -> bytes:
         self._runtime.use()

@@ -22,7 +22,8 @@ from kvcache_proto.types import REF_BYTES, Finding
 logger = logging.getLogger("vllm.kvcache.worker")
 
 SHARED_BYTES = 16 << 20  # of a load that ranks share: below, telling each other takes what they save
-CHUNK_BYTES = 32 << 20  # that a rank copies before the others take it
+CHUNK_BYTES = 32 << 20  # that a rank copies, at least, before the others take it
+MOST_CHUNKS = 8  # of a rank: for each one, threads of all ranks wake each other, which takes up to 2 ms
 CARRIES = 5e9  # bytes per second that a thread carries, until a rate has been measured
 CHANGE = 0.1  # smallest relative change of that rate that is reported to the scheduler's side
 
@@ -92,7 +93,7 @@ class Loads:
     def _divided(self, job: LoadJob, region: Region, placed: Placed, epoch: int) -> Shared:
         layout = self._rank.layout
         places, ranks = layout.places[job.group], layout.facts.sharers
-        every = max(1, CHUNK_BYTES // places.bytes)
+        every = max(1, CHUNK_BYTES // places.bytes, -(-len(placed.offsets) // (len(ranks) * MOST_CHUNKS)))
         parts = divide(places, placed.offsets, job.blocks, job.skip, len(ranks), every)
         if layout.facts.groups:
             parts = [[without_nulls(pieces, layout.parts) for pieces in chunks] for chunks in parts]

@@ -172,15 +172,16 @@ class Peers:
 
     def _pull(self, key: Key, rank: int, chunk: int) -> str:
         """Return the error, if there is one."""
-        begin, (load, _) = time.perf_counter(), self._loads[key]
+        load, _ = self._loads[key]
+        seconds = 0.0
         try:
             for piece in load.chunks[rank][chunk]:
-                self._device.pull(rank, piece.layout, piece.blocks)
+                seconds += self._device.pull(rank, piece.layout, piece.blocks)
         except CopyError as error:
             self._give_up(f"the KV cache of rank {rank}: {error}")
             return str(error)
         number = sum(map(bool, load.chunks[rank]))
-        self._note("pulled", load.bytes[rank] / number, time.perf_counter() - begin)
+        self._note("pulled", load.bytes[rank] / number, seconds)
         self._counts.add("pulled_bytes", load.bytes[rank] // number)
         return ""
 
