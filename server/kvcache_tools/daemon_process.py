@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import subprocess
 import sys
 import time
@@ -17,6 +18,7 @@ from kvcache_proto.errors import KVCacheError
 from kvcache_server.admin_client import AdminClient
 
 START_SECONDS = 60.0
+FIRST_ERROR = re.compile(r"\bERROR .*\] (\w+\.)*\w*(Error|Exception)\b")  # as vLLM logs the end of a traceback
 
 
 class Failed(click.ClickException):
@@ -71,4 +73,7 @@ def finish(process: subprocess.Popen[Any], seconds: float) -> None:
 
 
 def tail(log: Path, lines: int = 30) -> str:
-    return "\n".join(log.read_text(errors="replace").splitlines()[-lines:])
+    """Return the last lines, and above them the first error that vLLM has logged: its last lines only refer to it."""
+    every = log.read_text(errors="replace").splitlines()
+    first = next((line for line in every[:-lines] if FIRST_ERROR.search(line)), None)
+    return "\n".join([*([first, "..."] if first else []), *every[-lines:]])

@@ -33,13 +33,15 @@ class EngineFacts(NamedTuple):
 
 class Generated(NamedTuple):
     """Per prompt: the answer, the seconds until its last token, and until its first one (0: not measured), the tokens
-    that were cached, and the log-probability of each token of the answer, if requested."""
+    that were cached, and, if requested, the log-probability of each token of the answer, and the second token with its
+    own."""
 
     answers: list[list[int]]
     seconds: list[float]
     first: list[float]
     cached: list[int]
     logprobs: list[list[float]]
+    second: list[list[tuple[int, float]]]
 
 
 def make_model(directory: str, config: Mapping[str, Any]) -> int:
@@ -162,9 +164,9 @@ class Engine:
             ignore_eos=True,
             stop_token_ids=stop,
             detokenize=False,
-            logprobs=1 if logprobs else None,
+            logprobs=2 if logprobs else None,
         )
-        found = Generated([], [], [], [], [])
+        found = Generated([], [], [], [], [], [])
         for prompt in prompts:
             salted = {"prompt_token_ids": prompt} | ({"cache_salt": salt} if salt else {})
             begin = time.perf_counter()
@@ -174,8 +176,10 @@ class Engine:
             answer = output.outputs[0]
             found.answers.append(list(answer.token_ids))
             found.cached.append(output.num_cached_tokens or 0)
-            rows = zip(answer.token_ids, answer.logprobs or (), strict=False)
+            rows = list(zip(answer.token_ids, answer.logprobs or (), strict=False))
             found.logprobs.append([row[token].logprob for token, row in rows])
+            others = [[(o.logprob, other) for other, o in row.items() if other != token] for token, row in rows]
+            found.second.append([(other, logprob) for logprob, other in map(max, others)])
         return found
 
     def forget(self) -> bool:

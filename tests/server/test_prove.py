@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
 from kvcache_server.cli import commands
+from kvcache_tools.daemon_process import tail
 from kvcache_tools.prove.cases import ANSWER_TOKENS, Draw, Sizes, fills, later_cases, lengths, loadable, saved_cases
 from kvcache_tools.prove.verdict import DIFFERS, EQUAL, UNPROVEN, Answer, Result, largest_gap, row, summary, verdicts
 
@@ -102,6 +104,19 @@ def test_the_noise_of_an_engine_that_has_several_answers(own: dict[str, Answer])
     assert code == EQUAL and "1 within the engine's own noise" in text
 
 
+def test_a_tie_is_noise() -> None:
+    """Which of two tokens is the most likely one depends on the last bits, if both are as likely."""
+    noisy = replace(DEVICE, second=[(9, -9.0), (8, -2.4), (9, -9.0)])
+    result = replace(RESULT, loaded=WRONG, device=noisy)
+    assert result.noise == 0.5 and verdicts(result) == ("equal", "noise")
+    clear = replace(DEVICE, second=[(9, -9.0), (8, -2.6), (9, -9.0)])
+    assert verdicts(replace(result, device=clear))[1] == "DIFFERS at 1", "the token is not as likely"
+    third = replace(DEVICE, second=[(8, -1.0), (9, -2.0), (8, -3.0)])
+    assert verdicts(replace(result, device=third))[1] == "DIFFERS at 1", "another token is the second one"
+    shorter = replace(DEVICE, tokens=[5, 6])
+    assert verdicts(replace(result, loaded=shorter))[1] == "DIFFERS at 2"
+
+
 def test_without_a_hit_of_the_engine_s_own_a_hit_equals_what_is_computed() -> None:
     assert verdicts(replace(RESULT, device=None)) == ("equal", "equal")
     assert verdicts(replace(RESULT, device=None, loaded=WRONG))[1] == "DIFFERS at 1"
@@ -113,6 +128,18 @@ def test_equal_answers_that_prove_nothing() -> None:
     code, text = summary([replace(RESULT, other=DEVICE)])
     assert code == UNPROVEN and "no answer depends on what was loaded" in text
     assert summary([nothing, RESULT])[0] == EQUAL
+
+
+def test_the_first_error_of_an_engine_is_shown(tmp_path: Path) -> None:
+    """The last lines of its log only say that there was one."""
+    log = tmp_path / "engine.log"
+    before = ["INFO 11-28 [a.py:1] no Error yet", "(EngineCore pid=7) ERROR 11-28 19:05 [core.py:15] Traceback"]
+    cause = "(EngineCore pid=7) ERROR 11-28 19:05 [core.py:15] torch.OutOfMemoryError: no memory"
+    last = [f"(APIServer pid=6) ERROR 11-28 19:05 [utils.py:{n}] RuntimeError: see above" for n in range(40)]
+    log.write_text("\n".join([*before, cause, *last]))
+    assert tail(log).splitlines() == [cause, "...", *last[-30:]]
+    log.write_text("\n".join([*before, cause]))
+    assert tail(log).splitlines() == [*before, cause]
 
 
 @pytest.mark.parametrize("given", ["{", "[1]"])

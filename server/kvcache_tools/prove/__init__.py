@@ -4,7 +4,7 @@ A real engine answers prompts whose lengths lie around all boundaries, each by i
 engine, which loads all that is cached; then one without the connector, which computes them, and answers them once more
 with hits of its own that end where those of the cache did. The last answer is what a hit has to equal: in 16-bit types,
 computing a prompt in one piece has other last bits. If an answer differs from it and the engine itself has also given
-that answer, it counts as `noise`.
+that answer, or the differing token is its second one and as likely but for the last bits, it counts as `noise`.
 
 Exit codes: 0 all answers are equal, and some depend on what was loaded; 1 an answer differs; 8 nothing is proved,
 because the engine does not run, is declined, or loads nothing.
@@ -88,7 +88,8 @@ class Engine:
         if not keep and not self.process.call("forget"):
             raise Failed(f"engine {self.process.name} did not reset its prefix cache")
         found = Generated(*self.process.call("generate", prompts=[prompt], tokens=tokens, logprobs=True))
-        return Answer(found.answers[0], found.logprobs[0], found.cached[0])
+        second = [(token, logprob) for token, logprob in found.second[0]]
+        return Answer(found.answers[0], found.logprobs[0], found.cached[0], second)
 
 
 class Proof:

@@ -18,11 +18,13 @@ CLEARLY = 10  # times as much
 
 @dataclass(frozen=True)
 class Answer:
-    """`logprobs` are those of the tokens; `cached` of the prompt's tokens were not computed."""
+    """`logprobs` are those of the tokens; `cached` of the prompt's tokens were not computed. `second` has, for each
+    token, the one that was the next likely."""
 
     tokens: list[int]
     logprobs: list[float]
     cached: int
+    second: Sequence[tuple[int, float]] = ()
 
 
 @dataclass(frozen=True)
@@ -82,18 +84,29 @@ def largest_gap(one: Answer, other: Answer) -> float:
     return max((abs(mine - theirs) for mine, theirs in pairs), default=0.0)
 
 
-def compared(answer: Answer, expected: Answer, own: Sequence[Answer]) -> str:
-    """Return `equal`, `noise` if the engine itself has also given this answer, or where it `DIFFERS`."""
+def is_tie(answer: Answer, expected: Answer, at: int, noise: float) -> bool:
+    """Whether the token of `answer` at position `at` is the second one of `expected`, as likely but for `noise`."""
+    if at >= min(len(answer.tokens), len(expected.second)):
+        return False
+    token, logprob = expected.second[at]
+    return token == answer.tokens[at] and expected.logprobs[at] - logprob <= noise
+
+
+def compared(answer: Answer, expected: Answer, own: Sequence[Answer], noise: float) -> str:
+    """Return `equal`, where it `DIFFERS`, or `noise`: the engine itself has also given this answer, or would have given
+    it if the last bits were others."""
     at = first_difference(answer, expected)
     if at is None:
         return "equal"
-    return "noise" if any(answer.tokens == each.tokens for each in own) else f"DIFFERS at {at}"
+    if any(answer.tokens == each.tokens for each in own) or is_tie(answer, expected, at, noise):
+        return "noise"
+    return f"DIFFERS at {at}"
 
 
 def verdicts(result: Result) -> tuple[str, str]:
     """Compare the answers of the engines that saved and that loaded the prompt."""
-    saved = "" if result.saved is None else compared(result.saved, result.computed, result.own)
-    loaded = compared(result.loaded, result.expected, result.own)
+    saved = "" if result.saved is None else compared(result.saved, result.computed, result.own, result.noise)
+    loaded = compared(result.loaded, result.expected, result.own, result.noise)
     gap = largest_gap(result.loaded, result.expected)
     if loaded == "equal" and gap > CLEARLY * result.noise and gap > result.effect / CLEARLY:
         loaded = "DIFFERS in logprobs"  # though no other token is the most likely one
