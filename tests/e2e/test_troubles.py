@@ -61,7 +61,7 @@ def test_every_load_fails(engines: Any, daemon: Any, prompt: Any, reference: Any
     assert engine.log.count("Recovered from KV load failure") >= 1
     assert engine.log.count("6 hit") == 0
     loads = engine.log.count("192 to load")
-    assert loads == 5  # one a request
+    assert 3 <= loads <= 5  # one a request, if it was looked up before three had failed
     engine.ask("reset")
     assert engine.generate(*prompts) == reference(prompts)
     assert engine.log.count("192 to load") == loads
