@@ -137,13 +137,13 @@ class Verifier:
             self._counts.add("canary_lost", int((~current).sum()))
             self._counts.add("canary_skipped", int(current[skipped].sum()))
             current[skipped] = False
-            self._counts.add("canary_checked", int(current.sum()))
             wrong = [number for number in found if current[number]]
             if not wrong:
                 logger.info("request %s, a canary: %d cached blocks are as computed", job.request, current.sum())
             else:
                 what = f"{job.request}, a canary ({found[wrong[0]]})"
                 self.alarm(namespace, region, pick_refs(job.refs, wrong), Finding.DIFFERENT, what)
+            self._counts.add("canary_checked", int(current.sum()))  # the last one: whoever sees it sees the others
 
         self._loaded.submit(work)
 
