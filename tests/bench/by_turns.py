@@ -13,7 +13,7 @@ hits    one prompt of `--tokens` computed, from the host, and on the device; all
 load    16 sequences that decode beside new prompts that are saved, and beside prompts that come from the host
 
 The last column of each variant is the median of its figures by those of the first one, pair by pair. `--trace` prints
-where the time of each hit goes, in ms after the scheduler first asked for it.
+where the time of each hit goes, in ms after the scheduler was first asked for it.
 """
 
 from __future__ import annotations
@@ -24,104 +24,84 @@ import json
 import os
 import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
-import time
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import engine_cases
-from engine_cases import GIB, start_engine
+from engine_cases import GIB, ours, start_engine
 from engines import ENVIRONMENT, LLAMA, TOY, ms, prompts, quantile
 
-from kvcache_proto.errors import KVCacheError
-from kvcache_server.admin_client import AdminClient
-from kvcache_tools.engine_process import EngineProcess
-
 HERE = Path(__file__).parent
-MLA = {
-    "architectures": ["DeepseekV2ForCausalLM"],
-    "model_type": "deepseek_v2",
-    "vocab_size": 32000,
-    "hidden_size": 2048,
-    "intermediate_size": 4096,
-    "num_hidden_layers": 60,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 16,
-    "kv_lora_rank": 512,
-    "q_lora_rank": 1536,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 128,
-    "first_k_dense_replace": 60,  # no experts
-    "n_routed_experts": 4,
-    "n_shared_experts": 1,
-    "n_group": 1,
-    "topk_group": 1,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 64,
-    "max_position_embeddings": 65536,
-    "torch_dtype": "bfloat16",
-}
-TOY_MLA = MLA | {"num_hidden_layers": 2, "hidden_size": 256, "intermediate_size": 512, "first_k_dense_replace": 2}
+sys.path[:0] = [str(HERE.parent)]
+
+from model_configs import COMMON, MLA  # noqa: E402
+
+from kvcache_server.admin_client import AdminClient  # noqa: E402
+from kvcache_tools.engine_process import EngineProcess  # noqa: E402
+
+LARGE_MLA = (
+    COMMON
+    | MLA
+    | {
+        "architectures": ["DeepseekV2ForCausalLM"],
+        "model_type": "deepseek_v2",
+        "vocab_size": 32000,
+        "hidden_size": 2048,
+        "intermediate_size": 4096,
+        "num_hidden_layers": 60,
+        "first_k_dense_replace": 60,  # no experts
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "q_lora_rank": 1536,
+        "max_position_embeddings": 65536,
+        "torch_dtype": "bfloat16",
+    }
+)
+TOY_MLA = LARGE_MLA | {"num_hidden_layers": 2, "hidden_size": 256, "intermediate_size": 512, "first_k_dense_replace": 2}
 ANSWER = 8  # tokens, where answers are compared
 
 
 class Side:
-    """A variant: its daemon, and its engine."""
+    """A variant: its daemon and its engine, which end with `stack`."""
 
-    def __init__(self, name: str, settings: dict[str, Any], folder: Path, options: argparse.Namespace) -> None:
+    def __init__(
+        self,
+        name: str,
+        settings: dict[str, Any],
+        folder: Path,
+        stack: contextlib.ExitStack,
+        options: argparse.Namespace,
+    ) -> None:
         self.name, self.figures = name, defaultdict[str, list[float]](list)
-        self._folder = folder / name
+        self._folder, settings = folder / name, dict(settings)
         self._folder.mkdir()
-        settings = dict(settings)
-        tree, more = settings.pop("tree", ""), settings.pop("env", {})
-        paths = [tree, os.environ.get("PYTHONPATH", "")] if tree else [os.environ.get("PYTHONPATH", "")]
-        environment = {"PYTHONPATH": os.pathsep.join([*paths, str(HERE)]), **more}
-        self._endpoint = f"ipc://{self._folder}/kvcache.sock"
-        command = [sys.executable, "-m", "kvcache_server", "serve", "--keep=false", "--endpoint", self._endpoint]
-        with (self._folder / "daemon.log").open("wb") as log:
-            self._daemon = subprocess.Popen(
-                [*command, "--size", f"{options.gib}GiB"], stdout=log, stderr=log, env=os.environ | environment
-            )
-        self._wait_daemon()
-        self._trace = self._folder / "trace.jsonl"
-        module = "traced_connector" if options.trace else "kvcache_client.connector"
-        self.engine: EngineProcess = start_engine(
-            name, self._folder, ENVIRONMENT | environment | {"KVTRACE": str(self._trace)}
-        )
-        self.arguments = {
-            "kv_transfer_config": {
-                "kv_connector": "KVCacheServerConnector",
-                "kv_connector_module_path": module,
-                "kv_role": "kv_both",
-                "kv_connector_extra_config": {"endpoint": self._endpoint, **settings},
-            }
-        }
-
-    def _wait_daemon(self) -> None:
-        until = time.monotonic() + engine_cases.STARTING
-        while time.monotonic() < until:
-            with contextlib.suppress(KVCacheError), AdminClient(self._endpoint) as admin:
-                admin.ping()
-                return
-            if self._daemon.poll() is not None:
-                break
-            time.sleep(0.05)
-        raise SystemExit(f"no daemon:\n{(self._folder / 'daemon.log').read_text()}")
+        paths = [settings.pop("tree", ""), os.environ.get("PYTHONPATH", ""), str(HERE)]
+        environment = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), **settings.pop("env", {})}
+        environment["HITS_TRACE"] = str(self._folder / "trace.jsonl")
+        self.arguments = stack.enter_context(ours(self._folder, options.gib, settings, environment=environment))
+        transfer = self.arguments["kv_transfer_config"]
+        self._endpoint = transfer["kv_connector_extra_config"]["endpoint"]
+        if options.trace:
+            transfer["kv_connector_module_path"] = "traced_connector"
+        self.engine: EngineProcess = start_engine(name, self._folder, ENVIRONMENT | environment)
+        stack.callback(self.engine.close)
 
     def counts(self) -> dict[str, int]:
         with AdminClient(self._endpoint) as admin:
             return dict(admin.status().client_counts)
 
-    def close(self, logs: Path | None) -> None:
-        self.engine.close()
-        self._daemon.terminate()
-        self._daemon.wait()
-        if logs:
-            shutil.copytree(self._folder, logs / self.name, ignore=shutil.ignore_patterns("*.sock"))
+    def hits(self) -> Iterator[str]:
+        """Yield a line for each hit that was traced: its stations, in ms after the first one."""
+        requests = defaultdict(list)
+        for request, station, at in map(json.loads, (self._folder / "trace.jsonl").read_text().splitlines()):
+            requests[request].append((at, station))
+        for request, passed in requests.items():
+            if any(station.startswith("begins") for _, station in passed):
+                begin = min(passed)[0]
+                yield f"{request}: " + ", ".join(f"{at - begin:.1f} {station}" for at, station in sorted(passed))
 
 
 def take_turns(sides: list[Side], turn: int) -> list[Side]:
@@ -212,7 +192,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="kv", dir="/tmp") as name, contextlib.ExitStack() as stack:
         model = Path(name) / "model"
         model.mkdir()
-        shapes = {"llama": (LLAMA, TOY), "mla": (MLA, TOY_MLA)}
+        shapes = {"llama": (LLAMA, TOY), "mla": (LARGE_MLA, TOY_MLA)}
         (model / "config.json").write_text(json.dumps(shapes[options.model][options.toy] | options.config))
         graphs = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4, 8, 16]}
         common = {
@@ -229,9 +209,10 @@ def main() -> None:
             **options.engine,
         }
         sides = []
+        if options.logs:  # at the end of all
+            stack.callback(shutil.copytree, name, options.logs, ignore=shutil.ignore_patterns("*.sock"))
         for each, settings in options.variants.items():
-            sides.append(Side(each, settings, Path(name), options))
-            stack.callback(sides[-1].close, options.logs)
+            sides.append(Side(each, settings, Path(name), stack, options))
         for side in sides:
             side.engine.ask("start", **common, **side.arguments)
         for side in sides:
@@ -246,7 +227,7 @@ def main() -> None:
             rate = counts.get("loaded_bytes", 0) / (1e3 * counts.get("load_us", 1))
             print(f"{side.name}: loads at {rate:.1f} stored GB/s a rank; {json.dumps(counts)}", flush=True)
             if options.trace:
-                print(side._trace.read_text() if side._trace.exists() else "no trace", flush=True)
+                print("\n".join(side.hits()), flush=True)
 
 
 if __name__ == "__main__":

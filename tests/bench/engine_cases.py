@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import math
+import os
 import socket
 import subprocess
 import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -48,10 +49,13 @@ def start_engine(name: str, folder: Path, environment: dict[str, str]) -> Engine
 
 
 @contextlib.contextmanager
-def server(command: list[str], log: Path, ready: Callable[[], bool]) -> Iterator[None]:
+def server(
+    command: list[str], log: Path, ready: Callable[[], bool], environment: Mapping[str, str] | None = None
+) -> Iterator[None]:
     out: IO[bytes]
+    env = {**os.environ, **(environment or {})}
     with log.open("wb") as out:
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, env=env)
     try:
         until = time.monotonic() + STARTING
         while not ready():
@@ -114,7 +118,9 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def ours(folder: Path, gib: int, extra: dict[str, Any], *flags: str) -> Iterator[dict[str, Any]]:
+def ours(
+    folder: Path, gib: int, extra: dict[str, Any], *flags: str, environment: Mapping[str, str] | None = None
+) -> Iterator[dict[str, Any]]:
     from kvcache_proto.errors import KVCacheError
     from kvcache_server.admin_client import AdminClient
 
@@ -130,7 +136,7 @@ def ours(folder: Path, gib: int, extra: dict[str, Any], *flags: str) -> Iterator
         except KVCacheError:
             return False
 
-    with server(command, folder / "daemon.log", ready):
+    with server(command, folder / "daemon.log", ready, environment):
         yield transfer(
             "KVCacheServerConnector",
             kv_connector_module_path="kvcache_client.connector",

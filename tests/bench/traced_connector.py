@@ -9,11 +9,9 @@ from typing import Any
 
 from kvcache_client.engines.vllm.connector import KVCacheServerConnector as Connector
 
-_began: dict[str, float] = {}
-
 
 def note(request: str, station: str) -> None:
-    with open(os.environ["KVTRACE"], "a") as trace:
+    with open(os.environ["HITS_TRACE"], "a") as trace:
         print(json.dumps([request, station, round(time.monotonic() * 1e3, 2)]), file=trace)
 
 
@@ -28,11 +26,11 @@ class KVCacheServerConnector(Connector):
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
         loads = connector_metadata.plan.loads
         for each in loads:
-            note(each.request, f"bind, layered {each.layered}")
+            note(each.request, "begins, layered" if each.layered else "begins")
             self._watch()
         super().bind_connector_metadata(connector_metadata)
         for each in loads:
-            note(each.request, "begun")
+            note(each.request, "queued")
 
     def _watch(self) -> None:
         worker = self._worker

@@ -113,8 +113,9 @@ def test_second_writes_what_is_computed_again_after_its_eviction(
         stored = [names for names in chains if not engine.load(names) and engine.save(names) == 16]
         with AdminClient(daemon.endpoint, "test") as admin:
             gone = next(each for each in stored if not admin.ask(Chain(0, b"", "", each[0])).matches)
-        before = tier_of(daemon).get("blocks_written", 0)  # a few may be written because they are about to be evicted
-        assert before < 10 and not engine.load(gone) and engine.save(gone)
+        # It remembers 12 bits of a hash: of 480 blocks, it may take one for an evicted one, with those above it.
+        before = tier_of(daemon).get("blocks_written", 0)
+        assert before <= 16 and not engine.load(gone) and engine.save(gone)
         # The daemon remembers most of what it has evicted. Of a chain, it may forget the last blocks.
         wait_tier(daemon, "blocks_written", before + 4)
 

@@ -124,6 +124,7 @@ def test_blocks_come_from_another_process(name: str, parts: int) -> None:
             *theirs, shared = (bytes.fromhex(other.stdout.readline()) for _ in range(BLOCKS + 1))
             empty(bench)
             before, around = bench.blocks(), bench.around()
+            assert before != theirs
             assert bench.device.share(1)
             bench.device.connect({7: [shared]})
             for first in range(parts):
