@@ -71,14 +71,14 @@ def test_the_second_engine_hits_every_full_block_at_once(
         full(prompts),
         0,
     ]
-    wait_idle(daemon)
+    wait_idle(daemon, second)
 
 
 @pytest.mark.parametrize("length", EDGES)
 def test_a_second_pass_after_a_reset(first: Any, daemon: Any, prompt: Any, reference: Any, length: int) -> None:
     prompts = [prompt(length)]
     assert first.generate(*prompts) == reference(prompts)
-    wait_idle(daemon)
+    wait_idle(daemon, first)
     assert first.ask("reset")["reset"]
     before = hits(daemon)
     assert first.generate(*prompts) == reference(prompts)
@@ -89,7 +89,7 @@ def test_shared_prefixes(first: Any, second: Any, daemon: Any, prompt: Any, refe
     shared = prompt(8 * BLOCK)
     prompts = [prompt(12 * BLOCK + 5, shared), prompt(9 * BLOCK, shared), prompt(8 * BLOCK + 1, shared), shared]
     assert first.generate(prompts[0]) == reference(prompts[:1])
-    wait_idle(daemon)
+    wait_idle(daemon, first)
     before = hits(daemon)
     assert second.generate(prompts[1]) == reference(prompts[1:2])
     assert hits(daemon) - before == 8
@@ -102,7 +102,7 @@ def test_generated_blocks_are_shared_too(first: Any, second: Any, daemon: Any, p
     question = prompt(BLOCK + 3)
     (answer,) = first.generate(question, max_tokens=3 * BLOCK)
     assert [answer] == reference([question], 3 * BLOCK)
-    wait_idle(daemon)
+    wait_idle(daemon, first)
     follow_up = prompt(len(question) + len(answer) + 5, question + answer)
     before = hits(daemon)
     assert second.generate(follow_up) == reference([follow_up])
@@ -133,7 +133,7 @@ def test_requests_of_one_prefix_that_come_together_load_it_once(
     shared, last = prompt(24 * BLOCK), prompt(BLOCK + 1)
     prompts = [prompt(24 * BLOCK + 3 * n, shared) for n in range(1, 9)]
     first.generate([*shared, 1], last)
-    wait_idle(daemon)
+    wait_idle(daemon, first)
     heard: list[tuple[float, tuple[int, int]]] = []
 
     def quiet(status: dict[str, Any]) -> bool:
@@ -155,7 +155,7 @@ def test_aborted_requests_leave_nothing_behind(
 ) -> None:
     prompts = [prompt(20 * BLOCK + n) for n in range(6)]
     first.generate(*prompts)
-    wait_idle(daemon)
+    wait_idle(daemon, first)
     for steps in (1, 2, 3):  # before, while and after the loads are running
         answers = second.ask("generate", prompts=prompts, max_tokens=20, abort=[0, 2, 4], steps_before_abort=steps)[
             "tokens"
@@ -164,14 +164,14 @@ def test_aborted_requests_leave_nothing_behind(
         wait_idle(daemon)
         second.ask("reset")
     assert second.generate(*prompts) == reference(prompts)
-    wait_idle(daemon)
+    wait_idle(daemon, second)
 
 
 def test_why_there_was_no_hit(first: Any, daemon: Any, prompt: Any) -> None:
     """Under the name that vLLM gives its requests."""
     first.generate(prompt(3 * BLOCK + 1))
     first.generate(prompt(3))  # a step more, in which what was saved is settled
-    wait_idle(daemon)
+    wait_idle(daemon, first)
     with AdminClient(daemon.endpoint) as admin:
         latest = admin.why("").latest[0]
         (told,) = admin.why(latest[:-1]).explained
@@ -234,7 +234,7 @@ def test_an_engine_tells_what_host_memory_has_of_its_blocks(
     hear(lambda: len(chain(host, mine)) == 5, "its own save")
     assert chain(host, mine) == chain(device, mine), "a router matches them"
     assert second.generate(others) == reference([others])
-    wait_idle(daemon)
+    wait_idle(daemon, second)
     assert not chain(host, others)
     assert first.generate(others) == reference([others])
     hear(lambda: len(chain(host, others)) == 3, "what the other one has saved")

@@ -28,7 +28,7 @@ def test_without_the_engines_own_prefix_cache(reopened: Any, daemon: Any, prompt
     engine = reopened("no-prefix", daemon.endpoint, enable_prefix_caching=False, async_scheduling=False)
     prompts = [prompt(n) for n in (BLOCK - 1, BLOCK, BLOCK + 1, 10 * BLOCK + 3)]
     assert engine.generate(*prompts) == reference(prompts)
-    wait_idle(daemon)
+    wait_idle(daemon, engine)
     before = hits(daemon, "no-prefix")
     assert engine.generate(*prompts) == reference(prompts)
     assert hits(daemon, "no-prefix") - before == 11
@@ -40,7 +40,7 @@ def test_larger_blocks_and_prompts_only(reopened: Any, daemon: Any, prompt: Any,
     engine = reopened("larger", daemon.endpoint, extra)
     prompts = [prompt(n) for n in (4 * BLOCK, 4 * BLOCK + 1, 11 * BLOCK, 12 * BLOCK + 5)]
     assert engine.generate(*prompts, max_tokens=5 * BLOCK) == reference(prompts, 5 * BLOCK)
-    wait_idle(daemon)
+    wait_idle(daemon, engine)
     (mine,) = [n for n in daemon.status()["namespaces"] if of_engine(n, "larger")]
     assert (mine["block_tokens"], mine["blocks"]) == ([128], 1 + 1 + 2 + 3)
     engine.ask("reset")
@@ -55,7 +55,7 @@ def test_every_load_fails(engines: Any, daemon: Any, prompt: Any, reference: Any
     engine = engines("broken", daemon.endpoint, module="broken_connector", env={"VLLM_LOGGING_LEVEL": "DEBUG"})
     prompts = [prompt(6 * BLOCK + n) for n in range(1, 6)]
     assert engine.generate(*prompts) == reference(prompts)
-    wait_idle(daemon)
+    wait_idle(daemon, engine)
     engine.ask("reset")
     assert engine.generate(*prompts) == reference(prompts)
     assert engine.log.count("Recovered from KV load failure") >= 1
@@ -66,7 +66,7 @@ def test_every_load_fails(engines: Any, daemon: Any, prompt: Any, reference: Any
     assert engine.generate(*prompts) == reference(prompts)
     assert engine.log.count("192 to load") == loads
     assert "3 loads in a row failed" in engine.log
-    wait_idle(daemon)
+    wait_idle(daemon, engine)
     engine.close()
 
 
@@ -76,7 +76,7 @@ def test_two_ranks_and_what_a_killed_one_leaves(engines: Any, daemon: Any, promp
     long = {"tensor_parallel_size": 2, "max_model_len": LONGEST}
     first = engines("pair-a", daemon.endpoint, env=env, **long)
     answers = first.generate(*prompts)
-    wait_idle(daemon)
+    wait_idle(daemon, first)
     first.kill_rank(1)
     daemon.wait_status(
         lambda s: not any(e["engine"].startswith("pair-a-") for e in s["sessions"]), "the end of the first pair"
@@ -88,7 +88,7 @@ def test_two_ranks_and_what_a_killed_one_leaves(engines: Any, daemon: Any, promp
     assert [answers, second.generate(*prompts)] == [reference(prompts)] * 2
     assert hits(daemon, "pair-b") - before == 0 + 1 + 9 + 65
     assert "shard 1 of 2" in second.log
-    wait_idle(daemon)
+    wait_idle(daemon, second)
     second.close()
 
 
@@ -107,7 +107,7 @@ def test_no_daemon_then_one_then_none(
     daemon.wait_status(lambda s: s["namespaces"], "the namespace")
     engine.ask("reset")
     assert engine.generate(*prompts) == reference(prompts)
-    wait_idle(daemon)
+    wait_idle(daemon, engine)
     engine.ask("reset")
     assert engine.generate(*prompts) == reference(prompts)
     assert hits(daemon, "alone") == 4 * 7
