@@ -126,6 +126,8 @@ class Servers:
                 if not line.startswith(b"data: {"):
                     continue
                 part = json.loads(line.removeprefix(b"data: "))
+                if "error" in part:
+                    raise Failed(str(part["error"])[:500])
                 if part.get("choices") and not first:
                     first = time.perf_counter() - begin
                 usage = part.get("usage") or usage

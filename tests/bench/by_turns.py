@@ -1,11 +1,11 @@
-"""Compare settings of our connector, or other versions of it, in real vLLM engines on one GPU that take turns.
+"""Compare settings of our connector, other versions of it, and its peers in real vLLM engines on one GPU, by turns.
 
     python tests/bench/by_turns.py --variants '{"off": {"compress": "off"}, "auto": {}, "before": {"tree": "DIR"}}'
                                    [--gib 24] [--rounds 8] [--parts hits,load] [--model llama|mla] [--toy] [--trace]
 
 Each variant is an engine with a daemon of its own; all live at the same time, and each figure is taken of one after the
-other, so that what the host does besides is shared by all. `tree` is a folder with another version of all packages, and
-`env` has variables. The models have random weights in bfloat16: a Llama of 8 billion, of `engines.py`, and one with the
+other, so that what the host does besides is shared by all. `tree` is a folder with another version of all packages,
+`env` has variables, and `case` names a peer, as in engine_cases.py. The models have random weights in bfloat16: a Llama of 8 billion, of `engines.py`, and one with the
 KV of DeepSeek V2. The parts:
 
 hits    one prompt of `--tokens` computed, from the host, and on the device; all `--prompts` at once from the host.
@@ -28,10 +28,11 @@ import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from engine_cases import GIB, ours, start_engine
+from engine_cases import CASES, GIB, ours, start_engine
 from engines import ENVIRONMENT, LLAMA, TOY, ms, prompts, quantile
 
 HERE = Path(__file__).parent
@@ -79,13 +80,17 @@ class Side:
         self._folder, settings = folder / name, dict(settings)
         self._folder.mkdir()
         paths = [settings.pop("tree", ""), os.environ.get("PYTHONPATH", ""), str(HERE)]
-        environment = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), **settings.pop("env", {})}
+        case = CASES[settings.pop("case", "ours")]
+        environment = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), **case.environment, **settings.pop("env", {})}
         environment["HITS_TRACE"] = str(self._folder / "trace.jsonl")
-        self.arguments = stack.enter_context(ours(self._folder, options.gib, settings, environment=environment))
-        transfer = self.arguments["kv_transfer_config"]
-        self._endpoint = transfer["kv_connector_extra_config"]["endpoint"]
-        if options.trace:
-            transfer["kv_connector_module_path"] = "traced_connector"
+        self.is_ours = case.name == "ours"
+        serve = partial(ours, environment=environment) if self.is_ours else case.serve
+        self.arguments = stack.enter_context(serve(self._folder, options.gib, settings))
+        if self.is_ours:
+            transfer = self.arguments["kv_transfer_config"]
+            self._endpoint = transfer["kv_connector_extra_config"]["endpoint"]
+            if options.trace:
+                transfer["kv_connector_module_path"] = "traced_connector"
         self.engine: EngineProcess = start_engine(name, self._folder, ENVIRONMENT | environment)
         stack.callback(self.engine.close)
 
@@ -222,7 +227,7 @@ def main() -> None:
             print(f"\n{part}; the ratios are of medians, and the median of ratios\n{table(sides)}\n", flush=True)
             for side in sides:
                 side.figures.clear()
-        for side in sides:
+        for side in (each for each in sides if each.is_ours):
             counts = side.counts()
             rate = counts.get("loaded_bytes", 0) / (1e3 * counts.get("load_us", 1))
             print(f"{side.name}: loads at {rate:.1f} stored GB/s a rank; {json.dumps(counts)}", flush=True)
