@@ -3,10 +3,10 @@
     python tests/bench/by_turns.py --variants '{"off": {"compress": "off"}, "auto": {}, "before": {"tree": "DIR"}}'
                                    [--gib 24] [--rounds 8] [--parts hits,load] [--model llama|mla] [--toy] [--trace]
 
-Each variant is an engine with a daemon of its own; all live at the same time, and each figure is taken of one after the
-other, so that what the host does besides is shared by all. `tree` is a folder with another version of all packages,
-`env` has variables, and `case` names a peer, as in engine_cases.py. The models have random weights in bfloat16: a Llama of 8 billion, of `engines.py`, and one with the
-KV of DeepSeek V2. The parts:
+Each variant is an engine with a daemon of its own; all live at the same time, and each figure is taken of one after
+the other, so that what the host does besides is shared by all. `tree` is a folder with another version of all
+packages, `env` has variables, and `case` names a peer, as in engine_cases.py. The models have random weights in
+bfloat16: a Llama of 8 billion, of `engines.py`, and one with the KV of DeepSeek V2. The parts:
 
 hits    one prompt of `--tokens` computed, from the host, and on the device; all `--prompts` at once from the host.
         Each ends with `--rest` tokens of a block that is not full
@@ -81,7 +81,7 @@ class Side:
         self._folder.mkdir()
         paths = [settings.pop("tree", ""), os.environ.get("PYTHONPATH", ""), str(HERE)]
         case = CASES[settings.pop("case", "ours")]
-        environment = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), **case.environment, **settings.pop("env", {})}
+        environment = {"PYTHONPATH": os.pathsep.join(filter(None, paths))} | case.environment | settings.pop("env", {})
         environment["HITS_TRACE"] = str(self._folder / "trace.jsonl")
         self.is_ours = case.name == "ours"
         serve = partial(ours, environment=environment) if self.is_ours else case.serve
