@@ -1,7 +1,7 @@
 """Compare settings of our connector, other versions of it, and its peers in real vLLM engines on one GPU, by turns.
 
     python tests/bench/by_turns.py --variants '{"off": {"compress": "off"}, "auto": {}, "before": {"tree": "DIR"}}'
-                                   [--gib 24] [--rounds 8] [--parts hits,load] [--model llama|mla] [--toy] [--trace]
+                                   [--gib 24] [--rounds 8] [--parts hits,load] [--model llama|mla] [--toy]
 
 Each variant is an engine with a daemon of its own; all live at the same time, and each figure is taken of one after
 the other, so that what the host does besides is shared by all. `tree` is a folder with another version of all
@@ -12,8 +12,7 @@ hits    one prompt of `--tokens` computed, from the host, and on the device; all
         Each ends with `--rest` tokens of a block that is not full
 load    16 sequences that decode beside new prompts that are saved, and beside prompts that come from the host
 
-The last column of each variant is the median of its figures by those of the first one, pair by pair. `--trace` prints
-where the time of each hit goes, in ms after the scheduler was first asked for it.
+The last column of each variant is the median of its figures by those of the first one, pair by pair.
 """
 
 from __future__ import annotations
@@ -27,7 +26,6 @@ import statistics
 import sys
 import tempfile
 from collections import defaultdict
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -82,31 +80,17 @@ class Side:
         paths = [settings.pop("tree", ""), os.environ.get("PYTHONPATH", ""), str(HERE)]
         case = CASES[settings.pop("case", "ours")]
         environment = {"PYTHONPATH": os.pathsep.join(filter(None, paths))} | case.environment | settings.pop("env", {})
-        environment["HITS_TRACE"] = str(self._folder / "trace.jsonl")
         self.is_ours = case.name == "ours"
         serve = partial(ours, environment=environment) if self.is_ours else case.serve
         self.arguments = stack.enter_context(serve(self._folder, options.gib, settings))
         if self.is_ours:
-            transfer = self.arguments["kv_transfer_config"]
-            self._endpoint = transfer["kv_connector_extra_config"]["endpoint"]
-            if options.trace:
-                transfer["kv_connector_module_path"] = "traced_connector"
+            self._endpoint = self.arguments["kv_transfer_config"]["kv_connector_extra_config"]["endpoint"]
         self.engine: EngineProcess = start_engine(name, self._folder, ENVIRONMENT | environment)
         stack.callback(self.engine.close)
 
     def counts(self) -> dict[str, int]:
         with AdminClient(self._endpoint) as admin:
             return dict(admin.status().client_counts)
-
-    def hits(self) -> Iterator[str]:
-        """Yield a line for each hit that was traced: its stations, in ms after the first one."""
-        requests = defaultdict(list)
-        for request, station, at in map(json.loads, (self._folder / "trace.jsonl").read_text().splitlines()):
-            requests[request].append((at, station))
-        for request, passed in requests.items():
-            if any(station.startswith("begins") for _, station in passed):
-                begin = min(passed)[0]
-                yield f"{request}: " + ", ".join(f"{at - begin:.1f} {station}" for at, station in sorted(passed))
 
 
 def take_turns(sides: list[Side], turn: int) -> list[Side]:
@@ -191,7 +175,6 @@ def main() -> None:
     parser.add_argument("--engine", type=json.loads, default={}, help="JSON: arguments of every engine")
     parser.add_argument("--config", type=json.loads, default={}, help="JSON: what differs in the model's configuration")
     parser.add_argument("--toy", action="store_true", help="a toy model on CPU, to try this script")
-    parser.add_argument("--trace", action="store_true")
     parser.add_argument("--logs", type=Path, help="folder for the logs")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="kv", dir="/tmp") as name, contextlib.ExitStack() as stack:
@@ -231,8 +214,6 @@ def main() -> None:
             counts = side.counts()
             rate = counts.get("loaded_bytes", 0) / (1e3 * counts.get("load_us", 1))
             print(f"{side.name}: loads at {rate:.1f} stored GB/s a rank; {json.dumps(counts)}", flush=True)
-            if options.trace:
-                print("\n".join(side.hits()), flush=True)
 
 
 if __name__ == "__main__":
