@@ -20,6 +20,7 @@ import contextlib
 import json
 import os
 import random
+import signal
 import statistics
 import subprocess
 import sys
@@ -232,6 +233,7 @@ def ours_with(settings: str) -> Case:
 
 
 def main() -> None:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # engines and daemons end with us
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", default="none,native,simple,lmcache,ours")
     parser.add_argument("--settings", action="append", default=[])

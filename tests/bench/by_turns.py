@@ -22,6 +22,7 @@ import contextlib
 import json
 import os
 import shutil
+import signal
 import statistics
 import sys
 import tempfile
@@ -162,6 +163,7 @@ def table(sides: list[Side]) -> str:
 
 
 def main() -> None:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # engines and daemons end with us
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--variants", type=json.loads, required=True)
     parser.add_argument("--parts", type=lambda text: text.split(","), default=["hits", "load"])
