@@ -72,8 +72,11 @@ def test_a_pinned_prompt_outlives_floods_and_daemons(start_daemon: Any) -> None:
     daemon = start_daemon(size="64MiB", keep="true")
     assert run("pins", endpoint=daemon.endpoint).output == "no pins\n"
     with Engine(daemon) as engine:
-        for number in range(3, 9):
+        for number in range(3, 1000):  # on a fast host, many: a prompt requested twice in a second stays for a while
             engine.flood(number << 20)
+            gone = engine.status().eviction.evicted_blocks_by_class
+            if gone.twice + gone.more == 9:
+                break
         assert engine.hits(prompt) == 0
 
 
