@@ -193,8 +193,10 @@ async def play(case: Case, folder: Path, options: argparse.Namespace, load: Load
             *("--model", str(folder / "model"), "--skip-tokenizer-init", "--load-format", "dummy", "--seed", "0"),
             *("--served-model-name", "model", "--max-model-len", "40960", "--max-num-seqs", "32"),
             *("--kv-cache-memory-bytes", str(int(options.device_gib * GIB)), "--enable-prompt-tokens-details"),
-            *("--gpu-memory-utilization", "0.45", "--block-size", options.block_size),
+            *("--gpu-memory-utilization", "0.45"),
         ]
+        if options.block_size:
+            arguments += ["--block-size", options.block_size]
         if options.toy:
             arguments += ["--enforce-eager", "--dtype", "float32"]
         else:
@@ -248,7 +250,7 @@ def main() -> None:
     parser.add_argument("--starts", action="store_true")
     parser.add_argument("--waves", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--block-size", default="16", help="of vLLM, in tokens")
+    parser.add_argument("--block-size", help="of vLLM, in tokens")
     parser.add_argument("--toy", action="store_true", help="a tiny model and short prompts, which a CPU can run")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--logs", help="folder for the logs of the last case, which are kept there")
