@@ -21,12 +21,13 @@ class Encoded(NamedTuple):
 
 
 class EngineFacts(NamedTuple):
-    """Sizes in tokens; 0: there is no window."""
+    """Sizes in tokens; 0: there is no window, or attention is not sparse."""
 
     vocabulary: int
     block_tokens: int
     batched_tokens: int
     window: int
+    top_k: int  # the tokens that sparse attention selects
     dtype: str
     vllm: str
 
@@ -139,6 +140,7 @@ class Engine:
             config.cache_config.block_size,
             config.scheduler_config.max_num_batched_tokens,
             next((each for each in windows if isinstance(each, int)), 0),
+            getattr(text, "index_topk", 0),
             str(config.model_config.dtype).removeprefix("torch."),
             vllm.__version__,
         )

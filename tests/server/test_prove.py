@@ -13,7 +13,7 @@ from kvcache_tools.daemon_process import tail
 from kvcache_tools.prove.cases import ANSWER_TOKENS, Draw, Sizes, fills, later_cases, lengths, loadable, saved_cases
 from kvcache_tools.prove.verdict import DIFFERS, EQUAL, UNPROVEN, Answer, Result, largest_gap, row, summary, verdicts
 
-SIZES = Sizes(block=16, cached=128, chunk=1024, window=200, checkpoint=512)
+SIZES = Sizes(block=16, cached=128, chunk=1024, window=200, checkpoint=512, top_k=250)
 COMPUTED = Answer([5, 6, 7], [-1.0, -2.0, -3.0], 0)
 DEVICE = Answer([5, 6, 7], [-1.0, -2.0, -3.5], 128)
 RESULT = Result("chunk", 200, 128, COMPUTED, DEVICE, COMPUTED, DEVICE, Answer([9, 6, 7], [-1.0, -1.0, -1.0], 0))
@@ -22,7 +22,7 @@ WRONG = Answer([5, 8, 7], [-1.0, -2.5, -3.0], 128)
 
 def test_prompts_end_around_each_boundary() -> None:
     found, beyond = lengths(SIZES, 2048)
-    for boundary in (16, 128, 3 * 128, 200, 200 + 128, 512 + 128, 1024, 1024 + 128):
+    for boundary in (16, 128, 3 * 128, 200, 200 + 128, 512 + 128, 250, 2 * 250, 1024, 1024 + 128):
         assert {boundary - 1, boundary, boundary + 1} <= set(found)
     assert not beyond
     found, beyond = lengths(SIZES, 1024)
@@ -111,6 +111,8 @@ def test_a_tie_is_noise() -> None:
     assert result.noise == 0.5 and verdicts(result) == ("equal", "noise")
     clear = replace(DEVICE, second=[(9, -9.0), (8, -2.6), (9, -9.0)])
     assert verdicts(replace(result, device=clear))[1] == "DIFFERS at 1", "the token is not as likely"
+    varying = replace(result, device=clear, more=[replace(DEVICE, logprobs=[-1.0, -2.7, -3.5])])
+    assert verdicts(varying)[1] == "noise", "the engine itself varies by more than that"
     third = replace(DEVICE, second=[(8, -1.0), (9, -2.0), (8, -3.0)])
     assert verdicts(replace(result, device=third))[1] == "DIFFERS at 1", "another token is the second one"
     shorter = replace(DEVICE, tokens=[5, 6])

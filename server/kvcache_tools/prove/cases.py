@@ -17,6 +17,7 @@ class Sizes(NamedTuple):
     chunk: int  # computed in one step, at most
     window: int = 0
     checkpoint: int = 0  # between the positions at which windows are saved
+    top_k: int = 0  # selected by sparse attention
 
 
 class Case(NamedTuple):
@@ -50,6 +51,8 @@ def lengths(sizes: Sizes, longest: int) -> tuple[dict[int, str], list[str]]:
         boundaries |= {"window": sizes.window, "window + cached block": sizes.window + sizes.cached}
     if sizes.checkpoint:
         boundaries |= {"checkpoint + cached block": sizes.checkpoint + sizes.cached}
+    if sizes.top_k:  # up to there, all tokens are selected, whatever the indexer's KV is
+        boundaries |= {"top-k": sizes.top_k, "2 x top-k": 2 * sizes.top_k}
     boundaries |= {"chunk": sizes.chunk, "chunk + cached block": sizes.chunk + sizes.cached}
     found: dict[int, str] = {}
     for name, at in boundaries.items():

@@ -53,8 +53,8 @@ class Result:
 
     @property
     def noise(self) -> float:
-        """The change of log-probabilities that chunks of another length cause."""
-        return max(LEAST_NOISE, largest_gap(self.expected, self.computed))
+        """The change of log-probabilities from one answer without the connector to another, whose chunks may differ."""
+        return max(LEAST_NOISE, *(largest_gap(self.expected, each) for each in self.own))
 
     @property
     def effect(self) -> float:
