@@ -180,3 +180,16 @@ def test_where_nothing_can_be_compressed_a_log_line_says_why(
     assert engine.generate(tokens, 3) == sim.expected(tokens, 3)
     (line,) = [line for line in lines if "blocks are not compressed" in line]
     assert reason in line
+
+
+def test_kv_of_several_precisions_is_stored_as_it_is(
+    compressing: Any, sim: Any, prompt: Any, idle: Any, daemon: Any
+) -> None:
+    """As DeepSeek V3.2's in bfloat16, with an indexer's bytes beside the latent vectors."""
+    specs, tokens = sim.sparse_latent(12), prompt(LENGTH)
+    one, two = compressing("one", specs=specs), compressing("two", specs=specs)
+    one.generate(tokens)
+    idle()
+    assert two.generate(tokens, 3) == sim.expected(tokens, 3)
+    assert two.prefills["r0"] == (7, 0, 6 * BLOCK)
+    assert "compression" not in daemon.status()["namespaces"][-1]["identity"]

@@ -33,6 +33,7 @@ class Member(NamedTuple):
     block_tokens: int
     block_bytes: int  # that one rank stores per block, without padding
     layers: tuple[str, ...]  # their names
+    alike: bool  # whether their pages have one size
 
     @property
     def kept(self) -> int:
@@ -170,7 +171,7 @@ def group_spec(
     """
     group = merged.group
     part = sum(
-        table.blocks * bytes_in_slot(member.spec, member.block_bytes // parts, compress)
+        table.blocks * bytes_in_slot(member.spec, member.block_bytes // parts, member.alike, compress)
         for table, member in zip(group.tables, merged.members, strict=True)
     )
     kind = SUFFIX if group.window_blocks else FULL
@@ -179,17 +180,23 @@ def group_spec(
     return GroupSpec(slot_tokens, sizes, kind, group.window_blocks, group.chunk_blocks, needs_next_block)
 
 
-def uncompressed_reason(spec: Any, part_bytes: int) -> str:
-    """Return the reason that blocks of these layers, in parts of that size, are not compressed, "" if they can be."""
+def uncompressed_reason(spec: Any, part_bytes: int, alike: bool) -> str:
+    """Return the reason that blocks of these layers, in parts of that size, are not compressed, "" if they can be.
+
+    The scheduler sees the type of the first layer only. Pages of another size may have values of another type: beside
+    the latent vectors of DeepSeek V3.2 lie the bytes of an indexer.
+    """
     if kind_of(spec) == STATE:
         return "states are not compressed"
+    if not alike:
+        return "KV of layers with pages of several sizes is not compressed"
     dtype = str(spec.dtype).removeprefix("torch.")
     return f"KV of {dtype} is not compressed" if dtype != "bfloat16" else compression.unsupported_reason(part_bytes)
 
 
-def bytes_in_slot(spec: Any, part_bytes: int, compress: bool) -> int:
+def bytes_in_slot(spec: Any, part_bytes: int, alike: bool, compress: bool) -> int:
     """Return the bytes in a slot of a part of a block."""
-    if compress and not uncompressed_reason(spec, part_bytes):
+    if compress and not uncompressed_reason(spec, part_bytes, alike):
         return compression.stored_bytes(part_bytes)
     return part_bytes
 
@@ -243,7 +250,10 @@ def members_of(kv_cache_config: Any) -> Iterator[Member]:
             continue
         spec = first_spec(group)
         layers = tuple(group.layer_names)
-        yield Member(number, kind_of(spec), spec, int(spec.block_size), _block_bytes(spec, layers, pages), layers)
+        alike = len({pages.get(name) for name in layers}) == 1
+        yield Member(
+            number, kind_of(spec), spec, int(spec.block_size), _block_bytes(spec, layers, pages), layers, alike
+        )
 
 
 def _block_bytes(spec: Any, layers: tuple[str, ...], pages: dict[str, int]) -> int:

@@ -146,6 +146,11 @@ def rank_block_bytes(kv_cache_config: Any) -> int:
     return compat.allocated_bytes(tensors) // int(kv_cache_config.num_blocks)
 
 
+def has_alike_pages(kv_cache_config: Any) -> bool:
+    """Return True if the pages of all layers have one size, as far as the allocations say."""
+    return len({page for page, _ in compat.page_strides(kv_cache_config)}) == 1
+
+
 def kv_layout(kv_cache_config: Any, runtime_facts: RuntimeFacts) -> str:
     return compat.kv_layout(kv_cache_config) or runtime_facts.layout
 
@@ -199,10 +204,10 @@ def shards(vllm_config: Any, kv_cache_config: Any, by_head: bool = False) -> Sha
 
 def uncompressible(kv_cache_config: Any, split: Shards) -> str:
     """Return the reason that none of an engine's KV can be stored compressed, "" if some can be."""
-    blocks = [(layer_spec(kv_cache_config), rank_block_bytes(kv_cache_config))]
+    blocks = [(layer_spec(kv_cache_config), rank_block_bytes(kv_cache_config), has_alike_pages(kv_cache_config))]
     if not is_plain(kv_cache_config):
-        blocks = [(member.spec, member.block_bytes) for member in members_of(kv_cache_config)]
-    reasons = [uncompressed_reason(spec, size // split.parts) for spec, size in blocks]
+        blocks = [(member.spec, member.block_bytes, member.alike) for member in members_of(kv_cache_config)]
+    reasons = [uncompressed_reason(spec, size // split.parts, alike) for spec, size, alike in blocks]
     return "" if "" in reasons else ", ".join(dict.fromkeys(reasons))
 
 
@@ -311,7 +316,8 @@ def namespace_spec(
         if merged:
             return [group_spec(each, tokens, split.number, needs_next_block, split.parts, compress) for each in merged]
         part = rank_block_bytes(kv_cache_config) // split.parts
-        part = blocks_per_slot * bytes_in_slot(layer_spec(kv_cache_config), part, compress)
+        alike = has_alike_pages(kv_cache_config)
+        part = blocks_per_slot * bytes_in_slot(layer_spec(kv_cache_config), part, alike, compress)
         return [GroupSpec(block_tokens=tokens, shard_bytes=part if split.number == 1 else (part,) * split.number)]
 
     groups = groups_stored(compress)
