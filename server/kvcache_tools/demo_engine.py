@@ -140,7 +140,7 @@ class Engine:
             config.cache_config.block_size,
             config.scheduler_config.max_num_batched_tokens,
             next((each for each in windows if isinstance(each, int)), 0),
-            getattr(text, "index_topk", 0),
+            getattr(text, "index_topk", None) or 0,
             str(config.model_config.dtype).removeprefix("torch."),
             vllm.__version__,
         )

@@ -5,14 +5,15 @@
 Each variant is a real vLLM engine on CPU that runs two requests at a time, with a daemon of its own. In each round, the
 daemon starts with an empty region, which another client fills, and with a disk that reads `--rate` MB/s. Two requests
 decode `--decode` tokens, about as long as the disk takes for the 20 prompts that are queued behind them. Without
-`on_new_request`, a prompt is looked up once one of the two has ended. Seconds until the last of the two has ended, and
-the last one of all; hits of the other client afterwards.
+`on_new_request`, a prompt is looked up once one of the two has ended, and most are computed before the disk has them.
+Seconds until the last of the two has ended, and the last one of all; hits of the other client afterwards.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import statistics
 import tempfile
 import time
@@ -58,13 +59,13 @@ class Side:
         slow = self._folder / "slow"
         slow.mkdir(parents=True)
         (slow / "sitecustomize.py").write_text(SLOW.format(rate=rate))
-        self._environment = {"PYTHONPATH": str(slow)}
+        self._environment = {"PYTHONPATH": before(slow)}
         (self._folder / "daemon.toml").write_text(
             f'[[tier]]\nurl = "disk:{self._folder}/disk?size=4GiB"\nwrites = "through"\n'
         )
         (self._folder / "silent.py").write_text(SILENT)
         with self._daemon() as arguments:
-            self.engine = start_engine(name, self._folder, ENVIRONMENT | {"PYTHONPATH": str(self._folder)})
+            self.engine = start_engine(name, self._folder, ENVIRONMENT | {"PYTHONPATH": before(self._folder)})
             stack.callback(self.engine.close)
             if name == "silent":
                 arguments["kv_transfer_config"]["kv_connector_module_path"] = "silent"
@@ -92,6 +93,10 @@ class Side:
             hits = sum(store(other, chain) for chain in chains)
         ends = [row["begin"] + row["ttft"] + sum(row["gaps"]) for row in rows]
         self.figures.append((max(ends[:2]), max(ends), hits / (CHAINS * BLOCKS)))
+
+
+def before(folder: Path) -> str:
+    return os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH"))))
 
 
 def endpoint_of(arguments: dict[str, Any]) -> str:

@@ -39,7 +39,7 @@ import json
 from kvcache_client import GroupSpec, NamespaceSpec, Session
 from kvcache_proto.errors import KVCacheError
 try:
-    with Session.connect(sys.argv[1], engine="victim", server_uids=json.loads(sys.argv[2])) as session:
+    with Session.connect(sys.argv[1], engine="victim", server_uids=json.loads(sys.argv[2]), deadline=5.0) as session:
         session.attach(NamespaceSpec(model="m", groups=[GroupSpec(16, 64 << 10)]), (0,))
         print("attached")
 except KVCacheError as error:
@@ -119,10 +119,10 @@ def test_a_daemon_of_another_user_is_refused_and_named(folder_of_another: Path) 
             assert came.startswith("NotPermitted"), came
             assert f"uid {OTHER}" in came and "server_uids" in came and "KVCACHE_SERVER_UIDS" in came, came
             assert len(came.splitlines()) == 1
-        assert attach(VICTIM, endpoint, OTHER).endswith("attached\n")
-        assert attach(VICTIM, endpoint, str(OTHER)).endswith("attached\n")
-        assert attach(VICTIM, endpoint, env={"KVCACHE_SERVER_UIDS": f"daemon, {OTHER}"}).endswith("attached\n")
-        assert attach(OTHER, endpoint).endswith("attached\n")
+        assert attach(VICTIM, endpoint, OTHER) == "attached\n"
+        assert attach(VICTIM, endpoint, str(OTHER)) == "attached\n"
+        assert attach(VICTIM, endpoint, env={"KVCACHE_SERVER_UIDS": f"daemon, {OTHER}"}) == "attached\n"
+        assert attach(OTHER, endpoint) == "attached\n"
         assert attach(VICTIM, endpoint, 99).startswith("NotPermitted"), "what the caller names counts, not more"
         assert attach(VICTIM, endpoint, "no such user").startswith("ConfigError")
 
@@ -130,7 +130,7 @@ def test_a_daemon_of_another_user_is_refused_and_named(folder_of_another: Path) 
 def test_a_daemon_of_root_serves_all_users(short_folder: Path) -> None:
     short_folder.chmod(0o755)
     with serving(0, short_folder, allow_uids=str(VICTIM)) as endpoint:
-        assert attach(VICTIM, endpoint).endswith("attached\n")
+        assert attach(VICTIM, endpoint) == "attached\n"
 
 
 def test_a_folder_that_a_user_may_not_enter_is_named(short_folder: Path) -> None:
@@ -203,7 +203,7 @@ def test_an_owner_whom_root_has_given_the_folder() -> None:
     os.chown(folder, OTHER, OTHER)
     try:
         with serving(OTHER, folder, allow_uids=f"{VICTIM}") as endpoint:
-            assert attach(VICTIM, endpoint).endswith("attached\n")
+            assert attach(VICTIM, endpoint) == "attached\n"
     finally:
         folder.rmdir()
 
@@ -234,13 +234,13 @@ def test_in_a_user_namespace_an_unknown_user_must_be_configured(short_folder: Pa
         came = attach_in_a_user_namespace(VICTIM, endpoint)
         assert came.startswith("NotPermitted"), came
         assert "uid 65534" in came and "user namespace" in came and "server_uids" in came
-        assert attach_in_a_user_namespace(VICTIM, endpoint, 65534).endswith("attached\n")
+        assert attach_in_a_user_namespace(VICTIM, endpoint, 65534) == "attached\n"
 
 
 def test_in_a_user_namespace_its_own_user_is_known(folder_of_another: Path) -> None:
     os.chown(folder_of_another, VICTIM, VICTIM)
     with serving(VICTIM, folder_of_another) as endpoint:
-        assert attach_in_a_user_namespace(VICTIM, endpoint).endswith("attached\n")
+        assert attach_in_a_user_namespace(VICTIM, endpoint) == "attached\n"
 
 
 def test_the_daemon_ignores_the_variable(start_daemon: Any) -> None:

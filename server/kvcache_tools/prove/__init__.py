@@ -4,8 +4,8 @@ A real engine answers prompts whose lengths lie around all boundaries, each by i
 engine, which loads all that is cached; then one without the connector, which computes them, and answers them once more
 with hits of its own that end where those of the cache did. The last answer is what a hit has to equal: in 16-bit types,
 computing a prompt in one piece has other last bits. If an answer differs from it, the engine is asked again several
-times; if it has also given that answer, or the differing token is its second one and as likely but for what its own
-answers vary, it counts as `noise`.
+times: if it has also given that answer, or if the differing token is its second one and its own answers vary by more
+than the two differ in likelihood, the answer counts as `noise`.
 
 Exit codes: 0 all answers are equal, and some depend on what was loaded; 1 an answer differs; 8 nothing is proved,
 because the engine does not run, is declined, or loads nothing.

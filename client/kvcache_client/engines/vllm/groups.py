@@ -171,7 +171,7 @@ def group_spec(
     """
     group = merged.group
     part = sum(
-        table.blocks * bytes_in_slot(member.spec, member.block_bytes // parts, member.alike, compress)
+        table.blocks * bytes_in_slot(member, parts, compress)
         for table, member in zip(group.tables, merged.members, strict=True)
     )
     kind = SUFFIX if group.window_blocks else FULL
@@ -180,23 +180,26 @@ def group_spec(
     return GroupSpec(slot_tokens, sizes, kind, group.window_blocks, group.chunk_blocks, needs_next_block)
 
 
-def uncompressed_reason(spec: Any, part_bytes: int, alike: bool) -> str:
-    """Return the reason that blocks of these layers, in parts of that size, are not compressed, "" if they can be.
+def uncompressed_reason(member: Member, parts: int) -> str:
+    """Return the reason that blocks of these layers, in so many parts, are not compressed, "" if they can be.
 
     The scheduler sees the type of the first layer only. Pages of another size may have values of another type: beside
     the latent vectors of DeepSeek V3.2 lie the bytes of an indexer.
     """
-    if kind_of(spec) == STATE:
+    if member.kind == STATE:
         return "states are not compressed"
-    if not alike:
+    if not member.alike:
         return "KV of layers with pages of several sizes is not compressed"
-    dtype = str(spec.dtype).removeprefix("torch.")
-    return f"KV of {dtype} is not compressed" if dtype != "bfloat16" else compression.unsupported_reason(part_bytes)
+    dtype = str(member.spec.dtype).removeprefix("torch.")
+    if dtype != "bfloat16":
+        return f"KV of {dtype} is not compressed"
+    return compression.unsupported_reason(member.block_bytes // parts)
 
 
-def bytes_in_slot(spec: Any, part_bytes: int, alike: bool, compress: bool) -> int:
-    """Return the bytes in a slot of a part of a block."""
-    if compress and not uncompressed_reason(spec, part_bytes, alike):
+def bytes_in_slot(member: Member, parts: int, compress: bool) -> int:
+    """Return the bytes in a slot of one of the parts of a block."""
+    part_bytes = member.block_bytes // parts
+    if compress and not uncompressed_reason(member, parts):
         return compression.stored_bytes(part_bytes)
     return part_bytes
 

@@ -19,6 +19,7 @@ from kvcache_client import compression
 from kvcache_client.engines.vllm import compat
 from kvcache_client.engines.vllm.groups import (
     STATE,
+    Member,
     Merged,
     boundary_tokens,
     bytes_in_slot,
@@ -146,9 +147,11 @@ def rank_block_bytes(kv_cache_config: Any) -> int:
     return compat.allocated_bytes(tensors) // int(kv_cache_config.num_blocks)
 
 
-def has_alike_pages(kv_cache_config: Any) -> bool:
-    """Return True if the pages of all layers have one size, as far as the allocations say."""
-    return len({page for page, _ in compat.page_strides(kv_cache_config)}) == 1
+def plain_member(kv_cache_config: Any) -> Member:
+    """Return the only group of an engine, as the allocations say."""
+    spec, layers = layer_spec(kv_cache_config), tuple(kv_cache_config.kv_cache_groups[0].layer_names)
+    alike = len({page for page, _ in compat.page_strides(kv_cache_config)}) == 1
+    return Member(0, kind_of(spec), spec, int(spec.block_size), rank_block_bytes(kv_cache_config), layers, alike)
 
 
 def kv_layout(kv_cache_config: Any, runtime_facts: RuntimeFacts) -> str:
@@ -204,10 +207,8 @@ def shards(vllm_config: Any, kv_cache_config: Any, by_head: bool = False) -> Sha
 
 def uncompressible(kv_cache_config: Any, split: Shards) -> str:
     """Return the reason that none of an engine's KV can be stored compressed, "" if some can be."""
-    blocks = [(layer_spec(kv_cache_config), rank_block_bytes(kv_cache_config), has_alike_pages(kv_cache_config))]
-    if not is_plain(kv_cache_config):
-        blocks = [(member.spec, member.block_bytes, member.alike) for member in members_of(kv_cache_config)]
-    reasons = [uncompressed_reason(spec, size // split.parts, alike) for spec, size, alike in blocks]
+    members = [plain_member(kv_cache_config)] if is_plain(kv_cache_config) else members_of(kv_cache_config)
+    reasons = [uncompressed_reason(member, split.parts) for member in members]
     return "" if "" in reasons else ", ".join(dict.fromkeys(reasons))
 
 
@@ -315,9 +316,7 @@ def namespace_spec(
     def groups_stored(compress: bool) -> list[GroupSpec]:
         if merged:
             return [group_spec(each, tokens, split.number, needs_next_block, split.parts, compress) for each in merged]
-        part = rank_block_bytes(kv_cache_config) // split.parts
-        alike = has_alike_pages(kv_cache_config)
-        part = blocks_per_slot * bytes_in_slot(layer_spec(kv_cache_config), part, alike, compress)
+        part = blocks_per_slot * bytes_in_slot(plain_member(kv_cache_config), split.parts, compress)
         return [GroupSpec(block_tokens=tokens, shard_bytes=part if split.number == 1 else (part,) * split.number)]
 
     groups = groups_stored(compress)

@@ -11,14 +11,8 @@ from vllm.distributed.kv_transfer import get_kv_transfer_group
 from kvcache_client.devices import CopyError
 from kvcache_client.engines.vllm import compat
 from kvcache_client.engines.vllm.early_start import claim, open_session
-from kvcache_client.engines.vllm.groups import hash_tokens, uncompressed_reason, writes_early
-from kvcache_client.engines.vllm.identity import (
-    has_alike_pages,
-    has_experts,
-    layer_spec,
-    rank_block_bytes,
-    share_of_rank,
-)
+from kvcache_client.engines.vllm.groups import Member, hash_tokens, uncompressed_reason, writes_early
+from kvcache_client.engines.vllm.identity import has_experts, plain_member, rank_block_bytes, share_of_rank
 from kvcache_client.engines.vllm.running_engine import rank_in_engine
 from kvcache_client.engines.vllm.setup import Setup
 from kvcache_client.engines.vllm.side import RankReport, RankShare, Side, StepMetadata, close_later
@@ -62,15 +56,12 @@ class RankSide(Side):
         self._num_blocks = int(kv_cache.num_blocks)
         self._rank = rank = rank_in_engine(parallel)
 
-        def compressed(spec: Any, block_bytes: int, alike: bool) -> bool:
-            return setup.compress and not uncompressed_reason(spec, block_bytes // setup.split.parts, alike)
+        def compressed(member: Member) -> bool:
+            return setup.compress and not uncompressed_reason(member, setup.split.parts)
 
         groups = [
             [
-                RankTable(
-                    *(member.layers, member.block_bytes, table.blocks),
-                    compressed(member.spec, member.block_bytes, member.alike),
-                )
+                RankTable(member.layers, member.block_bytes, table.blocks, compressed(member))
                 for member, table in zip(merged.members, merged.group.tables, strict=True)
             ]
             for merged in setup.groups
@@ -86,7 +77,7 @@ class RankSide(Side):
             has_experts(setup.vllm),
             groups,
             sharers=setup.split.sharers(rank, setup.ranks) if setup.settings.peer_loads == "auto" else (),
-            compress=not groups and compressed(layer_spec(kv_cache), block_bytes, has_alike_pages(kv_cache)),
+            compress=not groups and compressed(plain_member(kv_cache)),
             joins_later=setup.stages > 1,
         )
         session, registration = claim(setup.engine, f"rank {rank}")
