@@ -9,11 +9,14 @@ Each model is built by vLLM's own classes on torch's `meta` device, as one rank 
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
 import traceback
+from collections import Counter
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import torch
 import torch.distributed as dist
@@ -23,6 +26,7 @@ from vllm.distributed import parallel_state
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.model_executor.models import registry
+from vllm.model_executor.models.utils import extract_layer_index
 from vllm.platforms import current_platform
 from vllm.utils.torch_utils import set_default_torch_dtype
 from vllm.v1.core import kv_cache_utils
@@ -49,6 +53,16 @@ def alone() -> None:
     registry._run_in_subprocess = lambda look: look()
     plain = "vllm.distributed.device_communicators.base_device_communicator.DeviceCommunicatorBase"
     type(current_platform).get_device_communicator_cls = classmethod(lambda cls: plain)
+    # The CPU's platform has no backend for sparse attention; a GPU's, which is not run here, says what is kept.
+    sparse, of_cpu = "vllm.v1.attention.backends.mla.flashmla_sparse", current_platform.get_attn_backend_cls
+    importlib.import_module(sparse).current_workspace_manager = MagicMock()
+
+    def backend(cls: Any, chosen: Any, attn_selector_config: Any, **more: Any) -> str:
+        if attn_selector_config.use_sparse:
+            return f"{sparse}.FlashMLASparseBackend"
+        return str(of_cpu(chosen, attn_selector_config=attn_selector_config, **more))
+
+    type(current_platform).get_attn_backend_cls = classmethod(backend)
 
 
 def answer(case: dict[str, Any]) -> dict[str, Any]:
@@ -99,10 +113,7 @@ def figures(config: Any, model: Any, case: dict[str, Any]) -> dict[str, Any]:
     split = shards(config, cache)
     tokens = grid if has_states(cache) else -(-BLOCK // grid) * grid
     return {
-        "groups": [
-            (len(each.layer_names), kind(each.kv_cache_spec), each.kv_cache_spec.block_size, page(each.kv_cache_spec))
-            for each in groups
-        ],
+        "groups": [described(each) for each in groups],
         "bytes_per_block": per_block,
         "blocks": cache.num_blocks,
         "needed": needed,
@@ -125,12 +136,20 @@ def slot_of(merged: Merged, tokens: int) -> tuple[int, int]:
     return spec.block_bytes, spec.window_blocks
 
 
+def described(group: Any) -> tuple[int, str, int, int]:
+    """Return the number of layers, their kind, the tokens of a block, and its bytes in the first layer.
+
+    A layer with an indexer keeps two pages.
+    """
+    spec, pages = group.kv_cache_spec, Counter[int]()
+    each = spec.kv_cache_specs if isinstance(spec, UniformTypeKVCacheSpecs) else dict.fromkeys(group.layer_names, spec)
+    for name in group.layer_names:
+        pages[extract_layer_index(name)] += each[name].page_size_bytes
+    return len(pages), kind(spec), spec.block_size, next(iter(pages.values()))
+
+
 def kind(spec: Any) -> str:
     return type(spec.first_spec if isinstance(spec, UniformTypeKVCacheSpecs) else spec).__name__
-
-
-def page(spec: Any) -> int:
-    return int((spec.first_spec if isinstance(spec, UniformTypeKVCacheSpecs) else spec).page_size_bytes)
 
 
 def main() -> None:

@@ -46,6 +46,7 @@ CASES = [
     *(Case("gemma-2-9b", 1, "auto"), Case("gemma-3-1b", 1, "auto"), Case("gemma-3-1b", 2, "fp8")),
     *(Case("gemma-3-1b", 1, "auto", hybrid=False), Case("deepseek-v3", 1, "auto"), Case("deepseek-v3", 8, "fp8")),
     *(Case("deepseek-v3", 1, "auto", amx=True), Case("deepseek-v3", 8, "auto", amx=True)),
+    *(Case("deepseek-v3.2", 1, "auto"), Case("deepseek-v3.2", 8, "fp8"), Case("deepseek-v3.2-freq", 8, "auto")),
     *(Case("gpt-oss-20b", 1, "auto"), Case("gpt-oss-20b", 2, "fp8"), Case("gpt-oss-20b", 2, "auto", hybrid=False)),
     *(Case("jamba-v0.1", 1, "auto"), Case("jamba-v0.1", 2, "fp8"), Case("granite-4.0-h-small", 2, "auto")),
     *(Case("gpt-oss-uneven", 1, "auto"), Case("granite-4.0-h-small", 4, "fp8"), Case("nemotron-h-8b", 8, "fp8")),
@@ -54,12 +55,20 @@ CASES = [
 # Full attention, windows, MLA and states; the others are long.
 FEW = {
     *(Case("llama-3-8b", 2, "fp8"), Case("gpt-oss-uneven", 1, "auto"), Case("deepseek-v3", 1, "auto")),
-    *(Case("deepseek-v3", 8, "auto", amx=True), Case("qwen3-next-80b", 4, "fp8")),
+    *(
+        Case("deepseek-v3", 8, "auto", amx=True),
+        Case("deepseek-v3.2-freq", 8, "auto"),
+        Case("qwen3-next-80b", 4, "fp8"),
+    ),
 }
 assert set(CASES) > FEW
 MARKED = [pytest.param(case, marks=() if case in FEW else pytest.mark.long, id=str(case)) for case in CASES]
 REFUSED = [Case("phi-4", 4, "auto"), Case("llama-3-8b", 3, "auto"), Case("nemotron-h-8b", 16, "auto")]
-UNEVEN = {"num_hidden_layers": 25, "layer_types": [*["sliding_attention", "full_attention"] * 12, "sliding_attention"]}
+UNEVEN = [*["sliding_attention", "full_attention"] * 12, "sliding_attention"]
+CHANGED = {
+    "gpt-oss-uneven": ("gpt-oss-20b", {"num_hidden_layers": 25, "layer_types": UNEVEN}),
+    "deepseek-v3.2-freq": ("deepseek-v3.2", {"index_topk_freq": 4}),  # most layers have no indexer
+}
 KINDS = {
     "full": "FullAttentionSpec",
     "sliding": "SlidingWindowSpec",
@@ -70,11 +79,8 @@ KINDS = {
 
 def plain(name: str) -> dict[str, Any]:
     """The model without its quantisation, whose kernels this host need not have; the KV cache is the same."""
-    known, uneven, _ = name.partition("uneven")
-    config: dict[str, Any] = json.loads(
-        (MODELS / f"{known}20b.json" if uneven else MODELS / f"{name}.json").read_text()
-    )
-    config |= UNEVEN if uneven else {}
+    known, change = CHANGED.get(name, (name, {}))
+    config: dict[str, Any] = json.loads((MODELS / f"{known}.json").read_text()) | change
     config.pop("quantization_config", None)
     return config
 

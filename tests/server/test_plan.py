@@ -29,6 +29,7 @@ from kvcache_tools.replay.simulated_daemon import sparse_region
 MODELS = Path(__file__).parent.parent / "models"
 NAMES = sorted(file.stem for file in MODELS.glob("*.json"))
 KIB = 1 << 10
+WIDTHS = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "index_head_dim": 128}
 
 
 def config_of(name: str) -> dict[str, Any]:
@@ -103,6 +104,8 @@ def test_pages_leave_little_of_the_memory_unused() -> None:
         ("llama-3-8b", 4, "fp8", 64 * KIB, 4),
         ("llama-2-7b", 1, "auto", 512 * KIB, 1),  # every head has KV of its own
         ("deepseek-v3", 8, "auto", 61 * 576 * 2, 8),  # one latent vector, the same on each rank
+        ("deepseek-v3.2", 8, "auto", 61 * (576 * 2 + 132), 1),  # and what its indexer keeps
+        ("deepseek-v3.2", 8, "fp8", 61 * (656 + 132), 1),  # with scales, and positions in 16 bits
         ("gpt-oss-20b", 1, "auto", 24 * KIB, 1),  # half of the layers have a window
         ("jamba-v0.1", 1, "auto", 16 * KIB, 1),  # 4 of 32 layers attend
     ],
@@ -111,6 +114,20 @@ def test_bytes_per_token(name: str, tp: int, kv_dtype: str, token_bytes: int, sh
     kv = plan(name, tp=tp, kv_dtype=kv_dtype)["kv"]
     assert (kv["token_bytes"], kv["shards"]) == (token_bytes, shards)
     assert kv["block_bytes"] == kv["shards"] * kv["shard_bytes"] == kv["block_tokens"] * token_bytes
+
+
+@pytest.mark.parametrize(
+    ("change", "layers"),
+    [
+        ({"index_topk_freq": 4}, 16),  # 0, 1, 5, 9, ...
+        ({"index_topk_freq": 4, "index_skip_topk_offset": 3}, 17),
+        ({"index_topk_pattern": "FSSF", "index_topk_freq": 9}, 59),
+        ({"index_topk_pattern": ["F", "S"]}, 60),
+    ],
+)
+def test_layers_without_an_indexer(change: dict[str, Any], layers: int) -> None:
+    found = figures(config_of("deepseek-v3.2") | change, "m", Options())
+    assert found["kv"]["token_bytes"] == 61 * 576 * 2 + layers * 132
 
 
 def test_fewer_kv_heads_than_ranks_are_kept_by_each_rank() -> None:
@@ -194,6 +211,8 @@ def test_weights_of_quantised_checkpoints() -> None:
         ({"architectures": None, "model_type": None}, "not a Hugging Face config.json"),
         ({"is_encoder_decoder": True}, "encoder-decoder models are not supported"),
         ({"index_topk": 2048}, "index_topk"),
+        ({"model_type": "deepseek_v32", **WIDTHS, "index_topk_pattern": 5}, "index_topk_pattern 5: a letter per layer"),
+        ({"model_type": "deepseek_v32", "index_topk": 2048}, "no kv_lora_rank"),
         ({"layer_types": ["full_attention"]}, "1 layer_types for 32 layers"),
         ({"layer_types": ["dreaming"] * 32}, "'dreaming'"),
         ({"num_key_value_heads": 0}, "num_key_value_heads 0: an integer from 1 to"),
@@ -269,10 +288,11 @@ def test_a_damaged_file_gives_figures_or_a_clear_error(data: st.DataObject) -> N
 
 @pytest.mark.parametrize("name", NAMES)
 def test_what_the_host_holds_with_compression(name: str) -> None:
-    """A quarter more of what is attention's, if blocks are larger than pages; KV of other types is not compressed."""
+    """A quarter more of what is attention's, if blocks are larger than pages. KV of other types is not compressed, nor
+    beside an index."""
     found = plan(name, kv_dtype="bf16")
     compressed = found["host"]["compressed"]
-    if found["model"]["dtype"] != "bfloat16":
+    if found["model"]["dtype"] != "bfloat16" or "index_topk" in config_of(name):
         assert compressed is None
         return
     more = compressed["conversations"] / found["host"]["conversations"]

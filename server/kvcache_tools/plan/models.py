@@ -16,12 +16,15 @@ DTYPES = {"bfloat16": 2, "float16": 2, "half": 2, "float32": 4, "float": 4}
 # vector.
 LATENT = {
     *("deepseek_v2", "deepseek_v3", "kimi_k2", "glm4_moe_lite", "pangu_ultra_moe", "longcat_flash", "axk1"),
+    *("deepseek_v32", "glm_moe_dsa"),
 }
+SPARSE = {"deepseek_v32", "glm_moe_dsa"}  # of these, those whose indexer keeps a vector beside the latent one
+SCALED = 128  # values in fp8 per scale of four bytes, in vLLM's `Indexer` and its cache `fp8_ds_mla`
 MOST = 1 << 32  # the largest number accepted
 MOST_LAYERS = 4096
 # Keys of features that change the size of the cache in ways that are not supported here.
 UNKNOWN = {
-    "index_topk": "sparse attention keeps an index beside the KV",
+    "index_topk": "sparse attention of a kind that is not known here",
     "compress_ratios": "compressed KV",
     "num_kv_shared_layers": "layers that share their KV",
     "global_head_dim": "heads of several sizes",
@@ -47,9 +50,15 @@ class Attention(NamedTuple):
 
 
 class Latent(NamedTuple):
-    """A layer that keeps one vector per token for all heads (MLA); every rank has all of it."""
+    """A layer that keeps one vector per token for all heads (MLA); every rank has all of it.
+
+    With sparse attention, `fp8` are the bytes of the vector in a cache of that type, where its positions stay in 16
+    bits, and `indexer` those that its indexer keeps beside it.
+    """
 
     width: int
+    fp8: int = 0
+    indexer: int = 0
 
 
 class State(NamedTuple):
@@ -104,10 +113,10 @@ def read_model(config: object, name: str = "model") -> Model:
         raise ConfigError(f"{name} is not a Hugging Face config.json: neither `model_type` nor `architectures`")
     if config.get("is_encoder_decoder"):
         raise ConfigError(f"{name}: encoder-decoder models are not supported")
-    for key, why in UNKNOWN.items():
-        if text.get(key):
-            raise ConfigError(f"{name}: {key} ({why}) is not supported")
     kind = str(text.get("model_type", config.get("model_type", "")))
+    for key, why in UNKNOWN.items():
+        if text.get(key) and not (key == "index_topk" and kind in SPARSE):
+            raise ConfigError(f"{name}: {key} ({why}) is not supported")
     dtype = _dtype(text, config, name)
     layers = _layers(text, kind, name)
     if not layers:
@@ -187,9 +196,11 @@ def _kv_dtype(config: Mapping[str, Any], dtype: str) -> str:
 def _layers(text: Mapping[str, Any], kind: str, name: str) -> list[Layer]:
     kinds = _kinds(text, kind, name)
     found: list[Layer] = []
-    for each in kinds:
+    for layer, each in enumerate(kinds):
         if each == "state":
             found.append(_state(text, name))
+        elif kind in SPARSE:
+            found.append(_sparse(text, layer, name))
         elif each != "nothing":
             found.append(_attention(text, kind, each, name))
     return found
@@ -263,6 +274,23 @@ def _attention(text: Mapping[str, Any], kind: str, each: str, name: str) -> Laye
     window = number(text, "sliding_window", name=name) if each == "sliding" else 0
     chunk = number(text, "attention_chunk_size", name=name) if each == "chunked" else 0
     return Attention(kept, size, value, window, chunk)
+
+
+def _sparse(text: Mapping[str, Any], layer: int, name: str) -> Latent:
+    """Return a layer of sparse MLA. In some models, layers without an indexer use what one before them has chosen."""
+    rank, rope = number(text, "kv_lora_rank", name=name), number(text, "qk_rope_head_dim", name=name)
+    size = number(text, "index_head_dim", name=name)
+    every = number(text, "index_topk_freq", name=name, default=1, least=1)
+    first = number(text, "index_skip_topk_offset", name=name, default=2)
+    pattern = text.get("index_topk_pattern")
+    if pattern is None:
+        indexed = max(layer - first + 1, 0) % every == 0
+    elif isinstance(pattern, str | list):
+        indexed = layer >= len(pattern) or pattern[layer] != "S"
+    else:
+        raise ConfigError(f"{name}: index_topk_pattern {pattern!r}: a letter per layer expected")
+    scales = 4 * (rank // SCALED)
+    return Latent(rank + rope, rank + scales + 2 * rope, size + 4 * (size // SCALED) if indexed else 0)
 
 
 def _state(text: Mapping[str, Any], name: str) -> State:

@@ -93,11 +93,12 @@ def slots(
             window_blocks = max(1, -(-(window - 1) // tokens))
             if window_blocks == 1:  # only the end of a block is ever read
                 blocks = min(blocks, -(-(window - 1) // group.block_tokens))
-        size = group.layers * page(group.spec, group.block_tokens, tp, kv_item, model)
-        if kind == "full" and len(found.groups) == 1:
-            size = found.block_bytes  # layers of several shapes
+        size, alike = group.layers * page(group.spec, group.block_tokens, tp, kv_item, model), kind != "state"
+        if kind == "full" and len(found.groups) == 1:  # layers of several shapes
+            alike = size == found.block_bytes and not _indexed(model)
+            size = found.block_bytes
         parts = stripes(model, found)
-        if compress and kind != "state" and not compression.unsupported_reason(size // parts):
+        if compress and alike and not compression.unsupported_reason(size // parts):
             size = compression.stored_bytes(size // parts) * parts
         size *= blocks
         before = made.get((kind, window), Slot(kind, window, 0, 0, window_blocks))
@@ -124,8 +125,13 @@ def shards(model: Model, tp: int) -> int:
 
 def stripes(model: Model, found: Pages) -> int:
     """Return the number of shards into which such a part is cut: with MLA, each rank writes some of them."""
-    latent = all(isinstance(layer, Latent) for layer in model.layers)
+    latent = all(isinstance(layer, Latent) for layer in model.layers) and not _indexed(model)
     return STRIPES if latent and not any(group.page % STRIPES for group in found.groups) else 1
+
+
+def _indexed(model: Model) -> bool:
+    """Whether vLLM has pages of an indexer, of another size than those of the KV."""
+    return any(isinstance(layer, Latent) and layer.indexer for layer in model.layers)
 
 
 def _check_state(model: Model, layer: State, tp: int) -> None:
@@ -138,7 +144,7 @@ def page(layer: Layer, tokens: int, tp: int, kv_item: int, model: Model) -> int:
     if isinstance(layer, Attention):
         return tokens * max(1, layer.heads // tp) * (layer.key + layer.value) * kv_item
     if isinstance(layer, Latent):
-        return tokens * layer.width * kv_item
+        return tokens * (((kv_item == 1 and layer.fp8) or layer.width * kv_item) + layer.indexer)
     groups = layer.groups if layer.groups % tp == 0 else tp
     channels = (layer.channels + groups * layer.group_channels) // tp
     return layer.rows * channels * model.item + layer.recurrent // tp * model.state_item

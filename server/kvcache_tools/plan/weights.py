@@ -64,7 +64,11 @@ def _mixer(model: Model, layer: Attention | Latent | State, hidden: int, tp: int
         rank, low = number(text, "kv_lora_rank"), number(text, "q_lora_rank", default=0)
         query = low * heads * (nope + rope) if low else hidden * heads * (nope + rope)
         split = query + rank * heads * (nope + value) + heads * value * hidden
-        return split / tp + hidden * (low + rank + rope)
+        whole = hidden * (low + rank + rope)
+        if layer.indexer:
+            indexers, size = number(text, "index_n_heads"), number(text, "index_head_dim")
+            whole += low * indexers * size + hidden * (indexers + size)
+        return split / tp + whole
     if isinstance(layer, Attention):
         gate = 2 if "linear_num_value_heads" in text else 1
         kept = max(1, layer.heads // tp) * (layer.key + layer.value)
