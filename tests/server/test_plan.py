@@ -119,6 +119,7 @@ def test_bytes_per_token(name: str, tp: int, kv_dtype: str, token_bytes: int, sh
 @pytest.mark.parametrize(
     ("change", "layers"),
     [
+        ({"layer_types": ["indexed_attention"] * 61}, 61),  # as in a file that transformers has completed
         ({"index_topk_freq": 4}, 16),  # 0, 1, 5, 9, ...
         ({"index_topk_freq": 4, "index_skip_topk_offset": 3}, 17),
         ({"index_topk_pattern": "FSSF", "index_topk_freq": 9}, 59),

@@ -194,13 +194,13 @@ def _kv_dtype(config: Mapping[str, Any], dtype: str) -> str:
 
 
 def _layers(text: Mapping[str, Any], kind: str, name: str) -> list[Layer]:
+    if kind in SPARSE:
+        return [_sparse(text, layer, name) for layer in range(layer_count(text, name))]
     kinds = _kinds(text, kind, name)
     found: list[Layer] = []
-    for layer, each in enumerate(kinds):
+    for each in kinds:
         if each == "state":
             found.append(_state(text, name))
-        elif kind in SPARSE:
-            found.append(_sparse(text, layer, name))
         elif each != "nothing":
             found.append(_attention(text, kind, each, name))
     return found
