@@ -53,7 +53,8 @@ def alone() -> None:
     registry._run_in_subprocess = lambda look: look()
     plain = "vllm.distributed.device_communicators.base_device_communicator.DeviceCommunicatorBase"
     type(current_platform).get_device_communicator_cls = classmethod(lambda cls: plain)
-    # The CPU's platform has no backend for sparse attention; a GPU's, which is not run here, says what is kept.
+    # The CPU's platform has no backend for sparse attention; FlashMLA's, of which nothing runs here, says what
+    # is kept.
     sparse, of_cpu = "vllm.v1.attention.backends.mla.flashmla_sparse", current_platform.get_attn_backend_cls
     importlib.import_module(sparse).current_workspace_manager = MagicMock()
 
@@ -125,15 +126,16 @@ def figures(config: Any, model: Any, case: dict[str, Any]) -> dict[str, Any]:
         ),
         "weights": sum(each.numel() * each.element_size() for each in model.parameters()),
         "declined": unsupported_reason(config, cache),
-        "shards": split.number // split.parts,
+        "shards": split.number,
         "slots": [slot_of(each, tokens) for each in merged_groups(cache, tokens)],
+        "compressed": [slot_of(each, tokens, split.parts, True) for each in merged_groups(cache, tokens)],
     }
 
 
-def slot_of(merged: Merged, tokens: int) -> tuple[int, int]:
+def slot_of(merged: Merged, tokens: int, parts: int = 1, compress: bool = False) -> tuple[int, int]:
     """Return what a rank saves of a group in a cached block, and how many of these a prompt needs."""
-    spec = group_spec(merged, tokens, 1)
-    return spec.block_bytes, spec.window_blocks
+    spec = group_spec(merged, tokens, 1, parts=parts, compress=compress)
+    return parts * spec.block_bytes, spec.window_blocks
 
 
 def described(group: Any) -> tuple[int, str, int, int]:

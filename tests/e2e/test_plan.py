@@ -15,7 +15,7 @@ from kvcache_proto.errors import ConfigError
 from kvcache_tools.plan.device import device
 from kvcache_tools.plan.figures import KV_ITEMS
 from kvcache_tools.plan.models import Attention, Latent, State, read_model
-from kvcache_tools.plan.pages import LayerGroup, Pages, page, pages, shards, slots
+from kvcache_tools.plan.pages import LayerGroup, Pages, page, pages, shards, slots, stripes
 from kvcache_tools.plan.weights import weight_bytes
 
 HERE = Path(__file__).parent
@@ -46,7 +46,7 @@ CASES = [
     *(Case("gemma-2-9b", 1, "auto"), Case("gemma-3-1b", 1, "auto"), Case("gemma-3-1b", 2, "fp8")),
     *(Case("gemma-3-1b", 1, "auto", hybrid=False), Case("deepseek-v3", 1, "auto"), Case("deepseek-v3", 8, "fp8")),
     *(Case("deepseek-v3", 1, "auto", amx=True), Case("deepseek-v3", 8, "auto", amx=True)),
-    *(Case("deepseek-v3.2", 1, "auto"), Case("deepseek-v3.2", 8, "fp8"), Case("deepseek-v3.2-freq", 8, "auto")),
+    *(Case("deepseek-v3.2", 1, "auto"), Case("deepseek-v3.2", 8, "fp8"), Case("glm-5", 8, "auto")),
     *(Case("gpt-oss-20b", 1, "auto"), Case("gpt-oss-20b", 2, "fp8"), Case("gpt-oss-20b", 2, "auto", hybrid=False)),
     *(Case("jamba-v0.1", 1, "auto"), Case("jamba-v0.1", 2, "fp8"), Case("granite-4.0-h-small", 2, "auto")),
     *(Case("gpt-oss-uneven", 1, "auto"), Case("granite-4.0-h-small", 4, "fp8"), Case("nemotron-h-8b", 8, "fp8")),
@@ -57,7 +57,7 @@ FEW = {
     *(Case("llama-3-8b", 2, "fp8"), Case("gpt-oss-uneven", 1, "auto"), Case("deepseek-v3", 1, "auto")),
     *(
         Case("deepseek-v3", 8, "auto", amx=True),
-        Case("deepseek-v3.2-freq", 8, "auto"),
+        Case("glm-5", 8, "auto"),
         Case("qwen3-next-80b", 4, "fp8"),
     ),
 }
@@ -65,9 +65,15 @@ assert set(CASES) > FEW
 MARKED = [pytest.param(case, marks=() if case in FEW else pytest.mark.long, id=str(case)) for case in CASES]
 REFUSED = [Case("phi-4", 4, "auto"), Case("llama-3-8b", 3, "auto"), Case("nemotron-h-8b", 16, "auto")]
 UNEVEN = [*["sliding_attention", "full_attention"] * 12, "sliding_attention"]
+GLM = {
+    "architectures": ["GlmMoeDsaForCausalLM"],
+    "model_type": "glm_moe_dsa",
+    "index_topk_freq": 4,  # most layers have no indexer
+    "index_skip_topk_offset": 3,
+}
 CHANGED = {
     "gpt-oss-uneven": ("gpt-oss-20b", {"num_hidden_layers": 25, "layer_types": UNEVEN}),
-    "deepseek-v3.2-freq": ("deepseek-v3.2", {"index_topk_freq": 4}),  # most layers have no indexer
+    "glm-5": ("deepseek-v3.2", GLM),
 }
 KINDS = {
     "full": "FullAttentionSpec",
@@ -149,9 +155,11 @@ def test_what_is_cached_is_what_the_connector_would_cache(case: Case, truth: dic
     found = truth[case]
     mine = ours(case, found)
     model, item = read_model(plain(case.model), case.model), KV_ITEMS["fp8" if case.kv == "fp8" else "bf16"]
-    assert shards(model, case.tp) == found["shards"]
-    _, saved = slots(model, mine, case.tp, item, BLOCK)
-    assert sorted((slot.bytes, slot.window_blocks) for slot in saved) == sorted(map(tuple, found["slots"]))
+    assert shards(model, case.tp) * stripes(model, mine) == found["shards"]
+    for compress in (False, *[True] * (case.kv == "auto" and model.dtype == "bfloat16")):
+        _, saved = slots(model, mine, case.tp, item, BLOCK, compress)
+        theirs = sorted(map(tuple, found["compressed" if compress else "slots"]))
+        assert sorted((slot.bytes, slot.window_blocks) for slot in saved) == theirs
     has_mla = any(isinstance(layer, Latent) for layer in model.layers)  # which CPU_MLA cannot continue, and AMX_MLA can
     assert bool(found["declined"]) == (has_mla and not case.amx), found["declined"]
 

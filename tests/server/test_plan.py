@@ -104,8 +104,8 @@ def test_pages_leave_little_of_the_memory_unused() -> None:
         ("llama-3-8b", 4, "fp8", 64 * KIB, 4),
         ("llama-2-7b", 1, "auto", 512 * KIB, 1),  # every head has KV of its own
         ("deepseek-v3", 8, "auto", 61 * 576 * 2, 8),  # one latent vector, the same on each rank
-        ("deepseek-v3.2", 8, "auto", 61 * (576 * 2 + 132), 1),  # and what its indexer keeps
-        ("deepseek-v3.2", 8, "fp8", 61 * (656 + 132), 1),  # with scales, and positions in 16 bits
+        ("deepseek-v3.2", 8, "auto", 61 * (576 * 2 + 132), 8),  # and what its indexer keeps
+        ("deepseek-v3.2", 8, "fp8", 61 * (656 + 132), 8),  # with scales, and the rotary part in 16 bits
         ("gpt-oss-20b", 1, "auto", 24 * KIB, 1),  # half of the layers have a window
         ("jamba-v0.1", 1, "auto", 16 * KIB, 1),  # 4 of 32 layers attend
     ],

@@ -91,8 +91,8 @@ def figures(config: object, name: str, options: Options) -> dict[str, Any]:
     compressed = None
     if kv_dtype == "bf16" and model.dtype == "bfloat16":
         _, smaller = slots(model, laid_out, options.tp, item, options.block_tokens, compress=True)
-        more, _ = _held(options, number, block_tokens, smaller, length)
         if smaller != slots_of_block:
+            more, _ = _held(options, number, block_tokens, smaller, length)
             compressed = {key: more[key] for key in ("blocks", "tokens", "conversations")}
     cuts = stripes(model, laid_out)
     devices = {kind: _device(model, options, engine_block, each, weights, length) for kind, each in KV_ITEMS.items()}

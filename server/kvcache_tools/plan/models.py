@@ -18,8 +18,8 @@ LATENT = {
     *("deepseek_v2", "deepseek_v3", "kimi_k2", "glm4_moe_lite", "pangu_ultra_moe", "longcat_flash", "axk1"),
     *("deepseek_v32", "glm_moe_dsa"),
 }
-SPARSE = {"deepseek_v32", "glm_moe_dsa"}  # of these, those whose indexer keeps a vector beside the latent one
-SCALED = 128  # values in fp8 per scale of four bytes, in vLLM's `Indexer` and its cache `fp8_ds_mla`
+SPARSE = {"deepseek_v32", "glm_moe_dsa"}  # of these, those with sparse attention: their indexers keep a vector, too
+SCALED = 128  # values in fp8 that share a scale of four bytes, in vLLM's `Indexer` and in its `fp8_ds_mla` caches
 MOST = 1 << 32  # the largest number accepted
 MOST_LAYERS = 4096
 # Keys of features that change the size of the cache in ways that are not supported here.
@@ -52,8 +52,8 @@ class Attention(NamedTuple):
 class Latent(NamedTuple):
     """A layer that keeps one vector per token for all heads (MLA); every rank has all of it.
 
-    With sparse attention, `fp8` are the bytes of the vector in a cache of that type, where its positions stay in 16
-    bits, and `indexer` those that its indexer keeps beside it.
+    With sparse attention, `fp8` is the size of the vector in an `fp8_ds_mla` cache, where its rotary part stays in 16
+    bits, and `indexer` that of its indexer's vector, 0 without one, both in bytes.
     """
 
     width: int

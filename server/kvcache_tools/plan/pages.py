@@ -1,8 +1,8 @@
 """The layout of one rank's cache: pages, the groups that share a block table, and the blocks of a request. Pure.
 
 This is vLLM's arithmetic (0.32, `v1/core/kv_cache_utils.py`), applied to a config.json. A page is the data that one
-layer keeps of one block. All pages get the same size, and all groups the same number of layers; a request takes blocks
-of each group from one pool.
+layer keeps of one block, its indexer's included. With several groups, all pages get the same size, and all groups the
+same number of layers; a request takes blocks of each group from one pool.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ STRIPES = 8  # as the client's `engines.vllm.identity`
 
 
 class LayerGroup(NamedTuple):
-    """Layers that share a block table. `spec` is one of them; `page` is the bytes of a block in one layer."""
+    """Layers that share a block table. `spec` is the first of them, and `page` the bytes that it keeps of a block."""
 
     spec: Layer
     layers: int
@@ -93,12 +93,12 @@ def slots(
             window_blocks = max(1, -(-(window - 1) // tokens))
             if window_blocks == 1:  # only the end of a block is ever read
                 blocks = min(blocks, -(-(window - 1) // group.block_tokens))
-        size, alike = group.layers * page(group.spec, group.block_tokens, tp, kv_item, model), kind != "state"
-        if kind == "full" and len(found.groups) == 1:  # layers of several shapes
-            alike = size == found.block_bytes and not _indexed(model)
-            size = found.block_bytes
+        size = group.layers * page(group.spec, group.block_tokens, tp, kv_item, model)
+        if kind == "full" and len(found.groups) == 1:
+            size = found.block_bytes  # layers of several shapes
         parts = stripes(model, found)
-        if compress and alike and not compression.unsupported_reason(size // parts):
+        plain = kind != "state" and not _has_indexer(model)
+        if compress and plain and not compression.unsupported_reason(size // parts):
             size = compression.stored_bytes(size // parts) * parts
         size *= blocks
         before = made.get((kind, window), Slot(kind, window, 0, 0, window_blocks))
@@ -125,12 +125,12 @@ def shards(model: Model, tp: int) -> int:
 
 def stripes(model: Model, found: Pages) -> int:
     """Return the number of shards into which such a part is cut: with MLA, each rank writes some of them."""
-    latent = all(isinstance(layer, Latent) for layer in model.layers) and not _indexed(model)
+    latent = all(isinstance(layer, Latent) for layer in model.layers)
     return STRIPES if latent and not any(group.page % STRIPES for group in found.groups) else 1
 
 
-def _indexed(model: Model) -> bool:
-    """Whether vLLM has pages of an indexer, of another size than those of the KV."""
+def _has_indexer(model: Model) -> bool:
+    """Whether bytes of an indexer are saved with the KV, which is then not compressed."""
     return any(isinstance(layer, Latent) and layer.indexer for layer in model.layers)
 
 
