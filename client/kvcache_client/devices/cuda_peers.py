@@ -94,7 +94,7 @@ class CudaPeers:
         """Open the caches of other ranks, by rank. Raises CopyError if they cannot be read, or have another layout."""
         self._driver.enter_thread()
         for number, (rank, shared) in enumerate(peers.items()):
-            other = msgspec.msgpack.decode(shared, type=Shared)
+            other: Shared = msgspec.msgpack.decode(shared, type=Shared)
             if [each[2:] for each in other.fragments] != [tuple(each)[1:] for each in self._fragments]:
                 raise CopyError(f"rank {rank} has another layout of its KV")
             bases = [self._driver.open_memory(handle) for handle in other.handles]

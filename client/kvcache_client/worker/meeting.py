@@ -43,7 +43,7 @@ class There(msgspec.Struct, frozen=True, array_like=True, tag=2):
 
 
 Message = Hello | Ready | There
-_DECODER = msgspec.msgpack.Decoder(Message)
+_DECODER: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 
 
 class Meeting:

@@ -128,7 +128,7 @@ Record = (
     | PinMade
     | PinEnded
 )
-_decoder = msgspec.msgpack.Decoder(Record)
+_decoder: msgspec.msgpack.Decoder[Record] = msgspec.msgpack.Decoder(Record)
 _encoder = msgspec.msgpack.Encoder()
 
 

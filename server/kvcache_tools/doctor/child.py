@@ -17,7 +17,7 @@ import msgspec
 from kvcache_tools.doctor.check_result import CheckResult
 
 ENGINE_SIDE = "kvcache_tools.doctor.engine_side"  # only a name
-_answers = msgspec.json.Decoder(CheckResult)
+_answers: msgspec.json.Decoder[CheckResult] = msgspec.json.Decoder(CheckResult)
 
 
 def ask(question: str, *arguments: str, seconds: float = 120.0) -> Iterator[CheckResult]:

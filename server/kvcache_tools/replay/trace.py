@@ -28,7 +28,7 @@ class _Line(msgspec.Struct):
     engine: Any = ""
 
 
-_decoder = msgspec.json.Decoder(_Line)
+_decoder: msgspec.json.Decoder[_Line] = msgspec.json.Decoder(_Line)
 
 
 class TraceRequest(NamedTuple):
