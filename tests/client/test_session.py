@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 
 import kvcache_client
 from kvcache_client import GroupSpec, Lease, NamespaceSpec, Outcome, Refusal, Session, Slot, Verdict
+from kvcache_client.session.grants import PendingReservation
 from kvcache_proto.errors import (
     BadArgument,
     ClientError,
@@ -442,5 +444,27 @@ def test_what_is_given_back_at_the_end_is_not_lost_with_the_session(
         session = connect(engine=f"e{number}")
         session.attach(spec, shards=(0,)).reserve_later(hashes(2)).cancel()
         session.close()
+    status = daemon.wait_status(lambda status: not status["sessions"], "the end of all")
+    assert (status["pool"]["blocks_quarantined"], status["pool"]["blocks_writing"]) == (0, 0)
+
+
+def test_a_session_that_ends_waits_for_its_thread(
+    daemon: Any, connect: Any, spec: NamespaceSpec, hashes: Any, monkeypatch: Any
+) -> None:
+    """It has taken the answer to what was cancelled, and has not given it back yet."""
+    answer, taken = PendingReservation.answer, threading.Event()
+
+    def late(pending: PendingReservation, reply: Any) -> None:
+        taken.set()
+        time.sleep(0.02)  # as a thread that others do not let run
+        answer(pending, reply)
+
+    monkeypatch.setattr(PendingReservation, "answer", late)
+    for number in range(50):
+        session = connect(engine=f"e{number}")
+        session.attach(spec, shards=(0,)).reserve_later(hashes(2)).cancel()
+        assert taken.wait(10)
+        session.close()
+        taken.clear()
     status = daemon.wait_status(lambda status: not status["sessions"], "the end of all")
     assert (status["pool"]["blocks_quarantined"], status["pool"]["blocks_writing"]) == (0, 0)

@@ -243,8 +243,9 @@ class Session:
             if (connection := daemon.connection) is not None:
                 self._telemetry.report(connection, at_once=True)
                 # When the last request in the queue is answered, all earlier ones are. Again, for messages that their
-                # answers caused.
+                # answers caused; the session's thread may still be about to send one.
                 if connection.channel.call(m.Ping(0, b""), daemon.connect_timeout, ignore) is not None:
+                    self._supervisor.stop()
                     connection.channel.call(m.Ping(0, b""), daemon.connect_timeout, ignore)
         finally:  # a session that stays open, though unusable, would keep its leases
             self._supervisor.close()

@@ -134,12 +134,16 @@ class Supervisor:
             self._daemon.closing = True
         return first
 
-    def close(self) -> None:
-        """End the thread, and close the connection or the suspended one."""
+    def stop(self) -> None:
+        """End the thread, with what it does."""
         self._stopping = True
         self._waker.wake()
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join()
+
+    def close(self) -> None:
+        """End the thread, and close the connection or the suspended one."""
+        self.stop()
         self.leave("closed")
         self._give_up_suspended()
         self._dialer.close()
