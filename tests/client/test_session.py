@@ -16,6 +16,7 @@ import pytest
 
 import kvcache_client
 from kvcache_client import GroupSpec, Lease, NamespaceSpec, Outcome, Refusal, Session, Slot, Verdict
+from kvcache_client.session.channel import Channel
 from kvcache_client.session.grants import PendingReservation
 from kvcache_proto.errors import (
     BadArgument,
@@ -451,20 +452,34 @@ def test_what_is_given_back_at_the_end_is_not_lost_with_the_session(
 def test_a_session_that_ends_waits_for_its_thread(
     daemon: Any, connect: Any, spec: NamespaceSpec, hashes: Any, monkeypatch: Any
 ) -> None:
-    """It has taken the answer to what was cancelled, and has not given it back yet."""
-    answer, taken = PendingReservation.answer, threading.Event()
+    """The thread has taken the answer to what was cancelled, and has not given it back yet. The daemon must answer
+    something after that: until then, the socket's end would lose it."""
+    call, answer = Channel.call, PendingReservation.answer
+    taken, asked = threading.Event(), threading.Event()
+    done: list[str] = []
 
-    def late(pending: PendingReservation, reply: Any) -> None:
+    def noted_call(channel: Channel, *arguments: Any) -> Any:
+        reply = call(channel, *arguments)
+        done.append("answered")
+        asked.set()
+        return reply
+
+    def late_answer(pending: PendingReservation, reply: Any) -> None:
         taken.set()
-        time.sleep(0.02)  # as a thread that others do not let run
+        assert asked.wait(10)
+        time.sleep(0.2)  # as a thread that others do not let run
         answer(pending, reply)
+        done.append("given back")
 
-    monkeypatch.setattr(PendingReservation, "answer", late)
-    for number in range(50):
-        session = connect(engine=f"e{number}")
-        session.attach(spec, shards=(0,)).reserve_later(hashes(2)).cancel()
-        assert taken.wait(10)
-        session.close()
-        taken.clear()
-    status = daemon.wait_status(lambda status: not status["sessions"], "the end of all")
+    session = connect()
+    namespace = session.attach(spec, shards=(0,))
+    monkeypatch.setattr(Channel, "call", noted_call)
+    monkeypatch.setattr(PendingReservation, "answer", late_answer)
+    os.kill(daemon.process.pid, signal.SIGSTOP)  # so that no call here takes the answer
+    namespace.reserve_later(hashes(2)).cancel()
+    os.kill(daemon.process.pid, signal.SIGCONT)
+    assert taken.wait(10)
+    session.close()
+    assert done == ["answered", "given back", "answered"]
+    status = daemon.wait_status(lambda status: not status["sessions"], "the end of the session")
     assert (status["pool"]["blocks_quarantined"], status["pool"]["blocks_writing"]) == (0, 0)

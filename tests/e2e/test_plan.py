@@ -55,11 +55,7 @@ CASES = [
 # Full attention, windows, MLA and states; the others are long.
 FEW = {
     *(Case("llama-3-8b", 2, "fp8"), Case("gpt-oss-uneven", 1, "auto"), Case("deepseek-v3", 1, "auto")),
-    *(
-        Case("deepseek-v3", 8, "auto", amx=True),
-        Case("glm-5", 8, "auto"),
-        Case("qwen3-next-80b", 4, "fp8"),
-    ),
+    *(Case("deepseek-v3", 8, "auto", amx=True), Case("glm-5", 8, "auto"), Case("qwen3-next-80b", 4, "fp8")),
 }
 assert set(CASES) > FEW
 MARKED = [pytest.param(case, marks=() if case in FEW else pytest.mark.long, id=str(case)) for case in CASES]
@@ -156,7 +152,7 @@ def test_what_is_cached_is_what_the_connector_would_cache(case: Case, truth: dic
     mine = ours(case, found)
     model, item = read_model(plain(case.model), case.model), KV_ITEMS["fp8" if case.kv == "fp8" else "bf16"]
     assert shards(model, case.tp) * stripes(model, mine) == found["shards"]
-    for compress in (False, *[True] * (case.kv == "auto" and model.dtype == "bfloat16")):
+    for compress in {False, case.kv == "auto" and model.dtype == "bfloat16"}:
         _, saved = slots(model, mine, case.tp, item, BLOCK, compress)
         theirs = sorted(map(tuple, found["compressed" if compress else "slots"]))
         assert sorted((slot.bytes, slot.window_blocks) for slot in saved) == theirs

@@ -135,7 +135,7 @@ class Supervisor:
         return first
 
     def stop(self) -> None:
-        """End the thread, with what it does."""
+        """End the thread, once it has done what it is doing."""
         self._stopping = True
         self._waker.wake()
         if self._thread.is_alive() and threading.current_thread() is not self._thread:

@@ -16,15 +16,13 @@ DTYPES = {"bfloat16": 2, "float16": 2, "half": 2, "float32": 4, "float": 4}
 # vector.
 LATENT = {
     *("deepseek_v2", "deepseek_v3", "kimi_k2", "glm4_moe_lite", "pangu_ultra_moe", "longcat_flash", "axk1"),
-    *("deepseek_v32", "glm_moe_dsa"),
 }
-SPARSE = {"deepseek_v32", "glm_moe_dsa"}  # of these, those with sparse attention: their indexers keep a vector, too
+SPARSE = {"deepseek_v32", "glm_moe_dsa"}  # the same, with sparse attention: their indexers keep a vector, too
 SCALED = 128  # values in fp8 that share a scale of four bytes, in vLLM's `Indexer` and in its `fp8_ds_mla` caches
 MOST = 1 << 32  # the largest number accepted
 MOST_LAYERS = 4096
 # Keys of features that change the size of the cache in ways that are not supported here.
 UNKNOWN = {
-    "index_topk": "sparse attention of a kind that is not known here",
     "compress_ratios": "compressed KV",
     "num_kv_shared_layers": "layers that share their KV",
     "global_head_dim": "heads of several sizes",
@@ -113,10 +111,10 @@ def read_model(config: object, name: str = "model") -> Model:
         raise ConfigError(f"{name} is not a Hugging Face config.json: neither `model_type` nor `architectures`")
     if config.get("is_encoder_decoder"):
         raise ConfigError(f"{name}: encoder-decoder models are not supported")
-    kind = str(text.get("model_type", config.get("model_type", "")))
     for key, why in UNKNOWN.items():
-        if text.get(key) and not (key == "index_topk" and kind in SPARSE):
+        if text.get(key):
             raise ConfigError(f"{name}: {key} ({why}) is not supported")
+    kind = str(text.get("model_type", config.get("model_type", "")))
     dtype = _dtype(text, config, name)
     layers = _layers(text, kind, name)
     if not layers:
@@ -195,7 +193,9 @@ def _kv_dtype(config: Mapping[str, Any], dtype: str) -> str:
 
 def _layers(text: Mapping[str, Any], kind: str, name: str) -> list[Layer]:
     if kind in SPARSE:
-        return [_sparse(text, layer, name) for layer in range(layer_count(text, name))]
+        return _sparse(text, name)
+    if text.get("index_topk"):
+        raise ConfigError(f"{name}: index_topk (sparse attention of a {kind}) is not supported")
     kinds = _kinds(text, kind, name)
     found: list[Layer] = []
     for each in kinds:
@@ -276,21 +276,23 @@ def _attention(text: Mapping[str, Any], kind: str, each: str, name: str) -> Laye
     return Attention(kept, size, value, window, chunk)
 
 
-def _sparse(text: Mapping[str, Any], layer: int, name: str) -> Latent:
-    """Return a layer of sparse MLA. In some models, layers without an indexer use what one before them has chosen."""
+def _sparse(text: Mapping[str, Any], name: str) -> list[Layer]:
+    """Return the layers of sparse MLA. In some models, those without an indexer use what one before them has chosen."""
     rank, rope = number(text, "kv_lora_rank", name=name), number(text, "qk_rope_head_dim", name=name)
     size = number(text, "index_head_dim", name=name)
     every = number(text, "index_topk_freq", name=name, default=1, least=1)
     first = number(text, "index_skip_topk_offset", name=name, default=2)
     pattern = text.get("index_topk_pattern")
-    if pattern is None:
-        indexed = max(layer - first + 1, 0) % every == 0
-    elif isinstance(pattern, str | list):
-        indexed = layer >= len(pattern) or pattern[layer] != "S"
-    else:
+    if not isinstance(pattern, str | list | None):
         raise ConfigError(f"{name}: index_topk_pattern {pattern!r}: a letter per layer expected")
-    scales = 4 * (rank // SCALED)
-    return Latent(rank + rope, rank + scales + 2 * rope, size + 4 * (size // SCALED) if indexed else 0)
+
+    def indexes(layer: int) -> bool:
+        if pattern is None:
+            return max(layer - first + 1, 0) % every == 0
+        return layer >= len(pattern) or pattern[layer] != "S"
+
+    full = Latent(rank + rope, rank + 4 * (rank // SCALED) + 2 * rope, size + 4 * (size // SCALED))
+    return [full if indexes(layer) else full._replace(indexer=0) for layer in range(layer_count(text, name))]
 
 
 def _state(text: Mapping[str, Any], name: str) -> State:

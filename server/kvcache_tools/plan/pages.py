@@ -144,7 +144,8 @@ def page(layer: Layer, tokens: int, tp: int, kv_item: int, model: Model) -> int:
     if isinstance(layer, Attention):
         return tokens * max(1, layer.heads // tp) * (layer.key + layer.value) * kv_item
     if isinstance(layer, Latent):
-        return tokens * (((kv_item == 1 and layer.fp8) or layer.width * kv_item) + layer.indexer)
+        vector = layer.fp8 if layer.fp8 and kv_item == 1 else layer.width * kv_item
+        return tokens * (vector + layer.indexer)
     groups = layer.groups if layer.groups % tp == 0 else tp
     channels = (layer.channels + groups * layer.group_channels) // tp
     return layer.rows * channels * model.item + layer.recurrent // tp * model.state_item
